@@ -1,0 +1,132 @@
+// The argument checks that CPU and CUDA operators share, in the words of the Python layer.
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "geometry.h"
+#include "stable.h"
+
+namespace syncbn {
+
+inline const char* dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Long:
+      return "int64";
+    default:
+      return torch::headeronly::toString(dtype);
+  }
+}
+
+inline bool is_supported_float(ScalarType dtype) {
+  return dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float ||
+         dtype == ScalarType::Double;
+}
+
+inline std::string format_list(torch::headeronly::IntHeaderOnlyArrayRef values) {
+  std::ostringstream text;
+  text << "[";
+  for (size_t i = 0; i < values.size(); ++i) {
+    text << (i == 0 ? "" : ", ") << values[i];
+  }
+  text << "]";
+  return text.str();
+}
+
+// The input's view for the kernels, after checking that there is one.
+inline Geometry check_input(const char* op, const char* name, const Tensor& input) {
+  SYNCBN_CHECK(is_supported_float(input.scalar_type()), op, ": expected ", name,
+               " of dtype float16, bfloat16, float32 or float64, but got ",
+               dtype_name(input.scalar_type()));
+  SYNCBN_CHECK(input.dim() >= 2, op, ": expected ", name, " to have at least 2 dimensions, but got ",
+               input.dim());
+  SYNCBN_CHECK(input.size(1) > 0, op, ": expected ", name, " to have at least one channel, but got ",
+               format_list(input.sizes()));
+  const auto geometry =
+      find_geometry(input.sizes().data(), input.strides().data(), input.dim());
+  SYNCBN_CHECK(geometry.has_value(), op, ": expected ", name,
+               " to be contiguous or channels-last, but got shape ", format_list(input.sizes()),
+               " with strides ", format_list(input.strides()));
+  return *geometry;
+}
+
+inline void check_same_device(const char* op, const char* name, const Tensor& tensor,
+                              const Tensor& input) {
+  SYNCBN_CHECK(tensor.device() == input.device(), op, ": expected ", name,
+               " to be on the device of input");
+}
+
+inline void check_shape(const char* op, const char* name, const Tensor& tensor, int64_t size) {
+  SYNCBN_CHECK(tensor.dim() == 1 && tensor.size(0) == size, op, ": expected ", name,
+               " to have shape [", size, "], but got ", format_list(tensor.sizes()));
+}
+
+// grad_output must match the input in shape, dtype, device and layout: one view serves both.
+inline void check_grad_output(const char* op, const Tensor& grad_output, const Tensor& input,
+                              const Geometry& geometry) {
+  check_same_device(op, "grad_output", grad_output, input);
+  SYNCBN_CHECK(grad_output.scalar_type() == input.scalar_type(), op,
+               ": expected grad_output to have dtype ", dtype_name(input.scalar_type()),
+               ", but got ", dtype_name(grad_output.scalar_type()));
+  SYNCBN_CHECK(format_list(grad_output.sizes()) == format_list(input.sizes()), op,
+               ": expected grad_output to have shape ", format_list(input.sizes()), ", but got ",
+               format_list(grad_output.sizes()));
+  SYNCBN_CHECK(check_input(op, "grad_output", grad_output) == geometry, op,
+               ": expected grad_output to have the layout of input, strides ",
+               format_list(input.strides()), ", but got ", format_list(grad_output.strides()));
+}
+
+// A weight, bias or running buffer: one value per channel, in the input's dtype, float32 or float64.
+inline void check_channel_vector(const char* op, const char* name,
+                                 const std::optional<Tensor>& tensor, const Tensor& input) {
+  if (!tensor.has_value()) {
+    return;
+  }
+  check_same_device(op, name, *tensor, input);
+  check_shape(op, name, *tensor, input.size(1));
+  const ScalarType dtype = tensor->scalar_type();
+  SYNCBN_CHECK(
+      dtype == input.scalar_type() || dtype == ScalarType::Float || dtype == ScalarType::Double, op,
+      ": expected ", name, " to have dtype ", dtype_name(input.scalar_type()),
+      ", float32 or float64, but got ", dtype_name(dtype));
+}
+
+// Running statistics come as a pair, and a cumulative average needs the batch counter.
+inline void check_running(const char* op, const std::optional<Tensor>& running_mean,
+                          const std::optional<Tensor>& running_var,
+                          const std::optional<Tensor>& num_batches_tracked,
+                          const std::optional<double>& momentum, const Tensor& input) {
+  SYNCBN_CHECK(running_mean.has_value() == running_var.has_value(), op,
+               ": expected both of running_mean and running_var or neither, but got only ",
+               running_mean.has_value() ? "running_mean" : "running_var");
+  check_channel_vector(op, "running_mean", running_mean, input);
+  check_channel_vector(op, "running_var", running_var, input);
+  if (num_batches_tracked.has_value()) {
+    check_same_device(op, "num_batches_tracked", *num_batches_tracked, input);
+    SYNCBN_CHECK(
+        num_batches_tracked->scalar_type() == ScalarType::Long && num_batches_tracked->numel() == 1,
+        op, ": expected num_batches_tracked to be one int64");
+  } else {
+    SYNCBN_CHECK(momentum.has_value() || !running_mean.has_value(), op,
+                 ": expected num_batches_tracked with a momentum of None");
+  }
+}
+
+// A message, or statistics between two operators: contiguous float64 on the input's device.
+inline void check_statistics(const char* op, const char* name, const Tensor& tensor, int64_t size,
+                             const Tensor& input) {
+  check_same_device(op, name, tensor, input);
+  check_shape(op, name, tensor, size);
+  SYNCBN_CHECK(tensor.scalar_type() == ScalarType::Double && tensor.is_contiguous(), op,
+               ": expected ", name, " to be contiguous float64");
+}
+
+}  // namespace syncbn

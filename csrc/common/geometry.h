@@ -1,0 +1,75 @@
+// An input as the kernels see it: a dense (outer, channels, inner) array.
+//
+// inner == 1 is a row-major matrix (rows, channels): 2-D inputs, channels-last inputs of any rank,
+// and maps of one pixel. Everything else is planar: NCHW and its kin. Includes no torch header.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+
+namespace syncbn {
+
+struct Geometry {
+  int64_t outer;
+  int64_t channels;
+  int64_t inner;
+
+  int64_t per_channel() const { return outer * inner; }
+  int64_t numel() const { return outer * channels * inner; }
+  bool is_matrix() const { return inner == 1; }
+  bool operator==(const Geometry& other) const {
+    return outer == other.outer && channels == other.channels && inner == other.inner;
+  }
+};
+
+namespace detail {
+
+// Whether the strides are those of a dense array, its dimensions in order or the channel fastest.
+// Strides of dimensions of size one mean nothing.
+inline bool is_dense(const int64_t* sizes, const int64_t* strides, int64_t dim,
+                     bool channels_fastest) {
+  int64_t expected = 1;
+  const auto matches = [&](int64_t d) {
+    if (sizes[d] != 1 && strides[d] != expected) {
+      return false;
+    }
+    expected *= sizes[d];
+    return true;
+  };
+  if (channels_fastest && !matches(1)) {
+    return false;
+  }
+  for (int64_t d = dim - 1; d >= 0; --d) {
+    if (!(channels_fastest && d == 1) && !matches(d)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace detail
+
+// Empty where the tensor is neither contiguous nor channels-last. Needs dim >= 2.
+inline std::optional<Geometry> find_geometry(const int64_t* sizes, const int64_t* strides,
+                                             int64_t dim) {
+  Geometry geometry{sizes[0], sizes[1], 1};
+  for (int64_t d = 2; d < dim; ++d) {
+    geometry.inner *= sizes[d];
+  }
+  const bool empty = geometry.numel() == 0;
+  if (empty || detail::is_dense(sizes, strides, dim, /*channels_fastest=*/false)) {
+    if (geometry.channels == 1) {  // all values belong to one channel: one plane
+      geometry.inner *= geometry.outer;
+      geometry.outer = 1;
+    }
+    return geometry;
+  }
+  if (detail::is_dense(sizes, strides, dim, /*channels_fastest=*/true)) {
+    geometry.outer *= geometry.inner;
+    geometry.inner = 1;
+    return geometry;
+  }
+  return std::nullopt;
+}
+
+}  // namespace syncbn

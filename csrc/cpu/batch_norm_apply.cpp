@@ -1,0 +1,155 @@
+// batch_norm_apply on the CPU: statistics and running statistics per channel, then one pass over
+// the input, which reads it and writes the output once each.
+//
+// float32's rounding of a large mean would show in x - mean, so the mean is split into a float and
+// the rest that the float leaves.
+
+#include <cmath>
+#include <vector>
+
+#include "../common/checks.h"
+#include "../common/dispatch.h"
+#include "../common/moments.h"
+#include "channel_vector.h"
+#include "partition.h"
+#include "simd.h"
+
+namespace syncbn::cpu {
+namespace {
+
+constexpr const char* kOp = "syncbn::batch_norm_apply";
+
+template <typename T, typename A>
+SYNCBN_INLINE T normalize(T x, A center, A rest, A scale, A shift) {
+  return static_cast<T>(((static_cast<A>(x) - center) - rest) * scale + shift);
+}
+
+// n contiguous values of one channel.
+template <typename T>
+struct NormalizePlane {
+  using A = compute_t<T>;
+  static SYNCBN_INLINE void run(const T* __restrict x, T* __restrict y, int64_t n, A center,
+                                A rest, A scale, A shift) {
+    for (int64_t i = 0; i < n; ++i) {
+      y[i] = normalize(x[i], center, rest, scale, shift);
+    }
+  }
+};
+
+// Rows of `width` values, one for each entry of the channel arrays.
+template <typename T>
+struct NormalizeRows {
+  using A = compute_t<T>;
+  static SYNCBN_INLINE void run(const T* __restrict x, T* __restrict y, int64_t rows,
+                                int64_t width, const A* __restrict center,
+                                const A* __restrict rest, const A* __restrict scale,
+                                const A* __restrict shift) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < width; ++c) {
+        y[r * width + c] =
+            normalize(x[r * width + c], center[c], rest[c], scale[c], shift[c]);
+      }
+    }
+  }
+};
+
+// Moves the running statistics and the batch counter. Channels without finite statistics keep
+// theirs: one overflowed step under loss scaling must not spoil the model for good.
+void update_running(const std::vector<Moments>& moments, std::optional<Tensor>& running_mean,
+                    std::optional<Tensor>& running_var,
+                    std::optional<Tensor>& num_batches_tracked, std::optional<double> momentum) {
+  const double count = moments[0].count;
+  if (count == 0) {
+    return;
+  }
+  double factor = momentum.value_or(0);
+  if (num_batches_tracked.has_value()) {
+    auto* tracked = static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
+    *tracked += 1;
+    if (!momentum.has_value()) {
+      factor = 1.0 / static_cast<double>(*tracked);
+    }
+  }
+  if (!running_mean.has_value()) {
+    return;
+  }
+  const auto channels = static_cast<int64_t>(moments.size());
+  auto means = read_channels(running_mean, channels, 0);
+  auto variances = read_channels(running_var, channels, 0);
+  for (int64_t c = 0; c < channels; ++c) {
+    const double unbiased = moments[c].m2 / std::max(count - 1, 1.0);
+    if (std::isfinite(moments[c].mean) && std::isfinite(unbiased)) {
+      means[c] = (1 - factor) * means[c] + factor * moments[c].mean;
+      variances[c] = (1 - factor) * variances[c] + factor * unbiased;
+    }
+  }
+  write_channels(*running_mean, means);
+  write_channels(*running_var, variances);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
+    const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
+    std::optional<Tensor> bias, std::optional<Tensor> running_mean,
+    std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
+    std::optional<double> momentum, double eps) {
+  const Geometry geometry = check_input(kOp, "input", input);
+  const int64_t channels = geometry.channels;
+  check_statistics(kOp, "totals", totals, 2 * channels + 1, input);
+  check_channel_vector(kOp, "weight", weight, input);
+  check_channel_vector(kOp, "bias", bias, input);
+  check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
+
+  const auto* sums = static_cast<const double*>(totals.const_data_ptr());
+  SYNCBN_CHECK(!std::isnan(sums[2 * channels]),
+               "another rank of the process group withdrew from this forward pass because of an "
+               "error; that rank's own message says which");
+
+  Tensor output = torch::stable::empty_like(input);
+  Tensor mean = torch::stable::new_empty(totals, {channels});
+  Tensor invstd = torch::stable::new_empty(totals, {channels});
+  Tensor count = torch::stable::new_empty(totals, {1});
+  auto* means = static_cast<double*>(mean.mutable_data_ptr());
+  auto* invstds = static_cast<double*>(invstd.mutable_data_ptr());
+  *static_cast<double*>(count.mutable_data_ptr()) = sums[2 * channels];
+
+  std::vector<Moments> moments(channels);
+  for (int64_t c = 0; c < channels; ++c) {
+    moments[c] = read_message(sums, channels, c);
+    means[c] = moments[c].mean;
+    invstds[c] = 1 / std::sqrt(moments[c].m2 / std::max(moments[c].count, 1.0) + eps);
+  }
+  update_running(moments, running_mean, running_var, num_batches_tracked, momentum);
+
+  dispatch_float(input.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto* x = static_cast<const T*>(input.const_data_ptr());
+    auto* y = static_cast<T*>(output.mutable_data_ptr());
+    using A = compute_t<T>;
+    const auto weights = read_channels(weight, channels, 1);
+    const auto center = channel_array<A>(geometry, [&](int64_t c) { return means[c]; });
+    const auto rest =
+        channel_array<A>(geometry, [&](int64_t c) { return means[c] - static_cast<A>(means[c]); });
+    const auto scale = channel_array<A>(geometry, [&](int64_t c) { return weights[c] * invstds[c]; });
+    const auto biases = read_channels(bias, channels, 0);
+    const auto shift = channel_array<A>(geometry, [&](int64_t c) { return biases[c]; });
+    if (geometry.is_matrix()) {
+      for_each_row_range(geometry, [&](int64_t first, int64_t rows, int64_t width) {
+        run<NormalizeRows<T>>(x + first, y + first, rows, width, center.data(), rest.data(),
+                              scale.data(), shift.data());
+      });
+    } else {
+      for_each_plane(geometry, [&](int64_t c, int64_t first, int64_t n) {
+        run<NormalizePlane<T>>(x + first, y + first, n, center[c], rest[c], scale[c],
+                               shift[c]);
+      });
+    }
+  });
+  return {output, mean, invstd, count};
+}
+
+}  // namespace
+}  // namespace syncbn::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
+  m.impl("batch_norm_apply", TORCH_BOX(&syncbn::cpu::batch_norm_apply));
+}

@@ -1,0 +1,199 @@
+// batch_norm_stats on the CPU.
+//
+// Each item of work owns a segment of positions of some channels. It goes through them in chunks
+// that stay in cache: one pass for the chunk's mean, one for the sums of d and d^2 around it,
+// d = x - mean, in float32 (float64 for double). The sum of d corrects the rounding of the mean.
+// Chunks, then segments, are merged exactly in double. Reads the input once from memory.
+
+#include <vector>
+
+#include "../common/checks.h"
+#include "../common/dispatch.h"
+#include "../common/moments.h"
+#include "partition.h"
+#include "simd.h"
+
+namespace syncbn::cpu {
+namespace {
+
+// Moments of a chunk from its sums around a centre close to its mean.
+SYNCBN_INLINE Moments from_deviations(double count, double center, double sum, double sum_squares) {
+  const double correction = sum / count;
+  const double m2 = sum_squares - sum * correction;
+  return {count, center + correction, m2 < 0 ? 0 : m2};
+}
+
+template <typename T>
+struct PlanarMoments {
+  using A = compute_t<T>;
+  static constexpr int L = kLanes<T>;
+
+  static SYNCBN_INLINE A sum_run(const T* x, int64_t n) {
+    A lanes[L] = {};
+    int64_t i = 0;
+    for (; i + L <= n; i += L) {
+      for (int l = 0; l < L; ++l) {
+        lanes[l] += static_cast<A>(x[i + l]);
+      }
+    }
+    A total = 0;
+    for (; i < n; ++i) {
+      total += static_cast<A>(x[i]);
+    }
+    for (int l = 0; l < L; ++l) {
+      total += lanes[l];
+    }
+    return total;
+  }
+
+  static SYNCBN_INLINE void deviate_run(const T* x, int64_t n, A center, double& sum,
+                                        double& sum_squares) {
+    A lanes[L] = {};
+    A square_lanes[L] = {};
+    int64_t i = 0;
+    for (; i + L <= n; i += L) {
+      for (int l = 0; l < L; ++l) {
+        const A d = static_cast<A>(x[i + l]) - center;
+        lanes[l] += d;
+        square_lanes[l] += d * d;
+      }
+    }
+    A total = 0;
+    A total_squares = 0;
+    for (; i < n; ++i) {
+      const A d = static_cast<A>(x[i]) - center;
+      total += d;
+      total_squares += d * d;
+    }
+    for (int l = 0; l < L; ++l) {
+      total += lanes[l];
+      total_squares += square_lanes[l];
+    }
+    sum += total;
+    sum_squares += total_squares;
+  }
+
+  static SYNCBN_INLINE void run(const T* x, Geometry geometry, int64_t channel, int64_t begin,
+                                int64_t end, Moments* out) {
+    Moments total;
+    for (int64_t chunk = begin; chunk < end; chunk += kPlanarChunk) {
+      const int64_t chunk_end = std::min(chunk + kPlanarChunk, end);
+      const double count = static_cast<double>(chunk_end - chunk);
+      double sum = 0;
+      for (Runs runs(geometry, channel, chunk, chunk_end); runs.left > 0;) {
+        const int64_t n = runs.length();
+        sum += sum_run(x + runs.offset, n);
+        runs.advance(n);
+      }
+      const A center = static_cast<A>(sum / count);
+      double deviation = 0;
+      double squares = 0;
+      for (Runs runs(geometry, channel, chunk, chunk_end); runs.left > 0;) {
+        const int64_t n = runs.length();
+        deviate_run(x + runs.offset, n, center, deviation, squares);
+        runs.advance(n);
+      }
+      total.merge(from_deviations(count, center, deviation, squares));
+    }
+    *out = total;
+  }
+};
+
+template <typename T>
+struct MatrixMoments {
+  using A = compute_t<T>;
+
+  // x is the item's top left value; rows are `stride` values apart; width <= kMatrixBlock.
+  static SYNCBN_INLINE void run(const T* x, int64_t rows, int64_t stride, int64_t width,
+                                Moments* out) {
+    alignas(64) A center[kMatrixBlock];
+    alignas(64) A deviation[kMatrixBlock];
+    alignas(64) A squares[kMatrixBlock];
+    for (int64_t first = 0; first < rows; first += kMatrixChunk) {
+      const int64_t count = std::min(kMatrixChunk, rows - first);
+      const T* chunk = x + first * stride;
+      for (int64_t c = 0; c < width; ++c) {
+        center[c] = deviation[c] = squares[c] = 0;
+      }
+      for (int64_t r = 0; r < count; ++r) {
+        const T* row = chunk + r * stride;
+        for (int64_t c = 0; c < width; ++c) {
+          center[c] += static_cast<A>(row[c]);
+        }
+      }
+      for (int64_t c = 0; c < width; ++c) {
+        center[c] /= static_cast<A>(count);
+      }
+      for (int64_t r = 0; r < count; ++r) {
+        const T* row = chunk + r * stride;
+        for (int64_t c = 0; c < width; ++c) {
+          const A d = static_cast<A>(row[c]) - center[c];
+          deviation[c] += d;
+          squares[c] += d * d;
+        }
+      }
+      for (int64_t c = 0; c < width; ++c) {
+        out[c].merge(from_deviations(static_cast<double>(count), center[c], deviation[c],
+                                     squares[c]));
+      }
+    }
+  }
+};
+
+// Moments of `width` channels over `rows` rows that are `stride` values apart.
+template <typename T>
+void matrix_moments(const T* x, int64_t rows, int64_t stride, int64_t width, Moments* out) {
+  const int64_t wide = width == stride ? rows_per_wide_row(width) : 1;
+  if (wide > 1) {
+    const int64_t wide_rows = rows / wide;
+    Moments partials[kMatrixBlock];
+    run<MatrixMoments<T>>(x, wide_rows, stride * wide, width * wide, partials);
+    for (int64_t i = 0; i < width * wide; ++i) {
+      out[i % width].merge(partials[i]);
+    }
+    x += wide_rows * wide * stride;
+    rows -= wide_rows * wide;
+  }
+  run<MatrixMoments<T>>(x, rows, stride, width, out);
+}
+
+Tensor batch_norm_stats(const Tensor& input) {
+  const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
+  const Partition partition(geometry);
+  const int64_t channels = geometry.channels;
+  std::vector<Moments> partials(partition.segments * channels);
+
+  dispatch_float(input.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto* x = static_cast<const T*>(input.const_data_ptr());
+    for_each_item(geometry, partition,
+                  [&](int64_t segment, int64_t channel, int64_t end_channel, int64_t begin,
+                      int64_t end) {
+                    Moments* out = &partials[segment * channels + channel];
+                    if (geometry.is_matrix()) {
+                      matrix_moments(x + begin * channels + channel, end - begin, channels,
+                                     end_channel - channel, out);
+                    } else {
+                      run<PlanarMoments<T>>(x, geometry, channel, begin, end, out);
+                    }
+                  });
+  });
+
+  Tensor message = torch::stable::new_empty(input, {2 * channels + 1}, ScalarType::Double);
+  auto* values = static_cast<double*>(message.mutable_data_ptr());
+  for (int64_t c = 0; c < channels; ++c) {
+    Moments total;
+    for (int64_t segment = 0; segment < partition.segments; ++segment) {
+      total.merge(partials[segment * channels + c]);
+    }
+    write_message(values, channels, c, total);
+  }
+  return message;
+}
+
+}  // namespace
+}  // namespace syncbn::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
+  m.impl("batch_norm_stats", TORCH_BOX(&syncbn::cpu::batch_norm_stats));
+}

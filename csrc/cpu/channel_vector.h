@@ -1,0 +1,56 @@
+// One value per channel: weights, biases, running buffers and their gradients are read and written
+// as double, whatever their dtype and stride; loops get arrays of their own compute type.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "../common/dispatch.h"
+#include "partition.h"
+
+namespace syncbn::cpu {
+
+inline std::vector<double> read_channels(const std::optional<Tensor>& tensor, int64_t channels,
+                                         double otherwise) {
+  std::vector<double> values(channels, otherwise);
+  if (tensor.has_value()) {
+    dispatch_float(tensor->scalar_type(), [&](auto tag) {
+      using T = typename decltype(tag)::type;
+      const auto* data = static_cast<const T*>(tensor->const_data_ptr());
+      const int64_t stride = tensor->stride(0);
+      for (int64_t c = 0; c < channels; ++c) {
+        values[c] = static_cast<double>(data[c * stride]);
+      }
+    });
+  }
+  return values;
+}
+
+inline void write_channels(const Tensor& tensor, const std::vector<double>& values) {
+  dispatch_float(tensor.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    auto* data = static_cast<T*>(tensor.mutable_data_ptr());
+    const int64_t stride = tensor.stride(0);
+    for (size_t c = 0; c < values.size(); ++c) {
+      data[c * stride] = static_cast<T>(values[c]);
+    }
+  });
+}
+
+// value(channel) for each channel, as the element-wise loops of partition.h index it: for a matrix
+// repeated to the width of its widest row.
+template <typename A, typename Value>
+std::vector<A> channel_array(const Geometry& geometry, const Value& value) {
+  const int64_t channels = geometry.channels;
+  const int64_t repeats = geometry.is_matrix() ? rows_per_wide_row(channels) : 1;
+  std::vector<A> values(channels * repeats);
+  for (int64_t c = 0; c < channels; ++c) {
+    const auto one = static_cast<A>(value(c));
+    for (int64_t i = 0; i < repeats; ++i) {
+      values[i * channels + c] = one;
+    }
+  }
+  return values;
+}
+
+}  // namespace syncbn::cpu

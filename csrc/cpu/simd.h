@@ -1,0 +1,65 @@
+// One binary for every x86-64: a kernel is compiled for the baseline and for AVX2, and the first
+// call picks. Elsewhere (aarch64) the baseline is what the compiler vectorises for.
+//
+// A kernel is a struct with a static, always-inlined run(); being inlined, it takes the
+// instruction set of the function it lands in.
+#pragma once
+
+#if defined(__GNUC__)
+#define SYNCBN_INLINE __attribute__((always_inline)) inline
+#else
+#define SYNCBN_INLINE inline
+#endif
+
+namespace syncbn::cpu {
+
+#if defined(__x86_64__) && defined(__GNUC__)
+
+template <typename Kernel, typename... Args>
+__attribute__((target("avx2,fma,f16c"), noinline)) void run_avx2(Args... args) {
+  Kernel::run(args...);
+}
+
+inline bool has_avx2() {
+  static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                                __builtin_cpu_supports("f16c");
+  return supported;
+}
+
+template <typename Kernel, typename... Args>
+void run(Args... args) {
+  if (has_avx2()) {
+    run_avx2<Kernel>(args...);
+  } else {
+    Kernel::run(args...);
+  }
+}
+
+#else
+
+template <typename Kernel, typename... Args>
+void run(Args... args) {
+  Kernel::run(args...);
+}
+
+#endif
+
+// The type that values of T are computed in. Sums in it stay within one cache-sized chunk; what
+// crosses chunks is double.
+template <typename T>
+struct ComputeType {
+  using type = float;
+};
+template <>
+struct ComputeType<double> {
+  using type = double;
+};
+template <typename T>
+using compute_t = typename ComputeType<T>::type;
+
+// Independent accumulators of a sum over contiguous values: four AVX2 vectors of float, two of
+// double (with four, two sums at once no longer fit the registers: 7 times slower).
+template <typename T>
+constexpr int kLanes = sizeof(compute_t<T>) == 4 ? 32 : 8;
+
+}  // namespace syncbn::cpu

@@ -1,0 +1,29 @@
+// The Python module syncbn._C. Importing it registers the operators' schemas and the CPU
+// operators with torch's dispatcher; it offers what was built, and no tensor passes through it.
+
+#include <pybind11/pybind11.h>
+
+namespace {
+
+pybind11::dict build_info() {
+  pybind11::dict info;
+  info["version"] = SYNCBN_VERSION;
+  info["oldest_torch"] = SYNCBN_OLDEST_TORCH;
+  info["built_with_torch"] = SYNCBN_BUILT_WITH_TORCH;
+  info["cuda"] = SYNCBN_BUILT_WITH_CUDA;
+#if defined(__clang__)
+  info["compiler"] = "clang " __clang_version__;
+#elif defined(__GNUC__)
+  info["compiler"] = "gcc " __VERSION__;
+#elif defined(_MSC_VER)
+  info["compiler"] = "msvc " + std::to_string(_MSC_VER);
+#endif
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Operators of syncbn, registered as torch.ops.syncbn.*";
+  m.def("build_info", &build_info, "What this binary was built from and for.");
+}

@@ -1,0 +1,59 @@
+// Every operator's schema and contract. This file tells what the library computes; csrc/cpu and
+// csrc/cuda implement it, one file for each operator, and register themselves.
+//
+// Common to all:
+//   input        (N, C, ...) with at least 2 dimensions and C > 0; float16, bfloat16, float32 or
+//                float64; contiguous or channels-last (channel fastest), anything else is an
+//                error; N or any spatial size may be 0.
+//   channel vectors (weight, bias, running_mean, running_var)
+//                shape [C], any stride, in the input's dtype, float32 or float64.
+//   statistics   (message, totals, mean, invstd, count, sums) are contiguous float64.
+// All tensors are on one device. Nothing synchronises with the host on CUDA. Results do not
+// depend on the number of threads. None of the operators communicates or has an autograd formula:
+// syncbn/functional.py joins them with the collectives. Errors are RuntimeError.
+
+#include "common/stable.h"
+
+STABLE_TORCH_LIBRARY(syncbn, m) {
+  // This rank's part of the batch statistics, as a message that ranks can add up.
+  //   message  [2C+1]: sum of x per channel, sum of x^2 per channel, number of values per channel.
+  // The sums are derived from a mean and a sum of squared deviations that are computed first, so
+  // that the message is as accurate as float64 can carry it. An empty input gives zeros.
+  m.def("batch_norm_stats(Tensor input) -> Tensor message");
+
+  // Normalises by the statistics of the whole group, and updates the running statistics.
+  //   totals   [2C+1]: the message summed over all ranks.
+  //   output   input's shape, dtype and layout: (x - mean) * invstd * weight + bias,
+  //            invstd = 1 / sqrt(biased variance + eps); no weight is 1, no bias is 0.
+  //   mean, invstd [C], count [1]: what backward needs.
+  // running_mean and running_var (both or neither) move by `momentum` towards the mean and the
+  // unbiased variance; a momentum of None is the cumulative average, 1 / num_batches_tracked, and
+  // needs num_batches_tracked. num_batches_tracked (int64, one element) grows by one. A channel
+  // whose statistics are not finite leaves its running statistics as they were. If the whole
+  // group is empty nothing is updated.
+  // A count of NaN says that a rank has withdrawn from the forward pass: on the CPU an error, on
+  // CUDA (which never waits for the device) outputs of NaN and no update.
+  m.def(
+      "batch_norm_apply(Tensor input, Tensor totals, Tensor? weight, Tensor? bias, "
+      "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
+      "float? momentum, float eps) -> (Tensor output, Tensor mean, Tensor invstd, Tensor count)");
+
+  // This rank's part of the sums over the batch that backward needs.
+  //   grad_output  shape, dtype and layout of input.
+  //   sums         [2C]: sum of dy per channel, sum of dy * xhat per channel, with
+  //                xhat = (x - mean) * invstd. Ranks add them up.
+  //   grad_weight, grad_bias [C]: the same sums of this rank alone, in weight's dtype, float64
+  //                where there is no weight.
+  m.def(
+      "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
+      "Tensor? weight) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)");
+
+  // The gradient of the input.
+  //   sums         [2C]: summed over all ranks.
+  //   count        [1]: number of values per channel in the whole group.
+  //   grad_input   input's shape, dtype and layout:
+  //                (dy - sum(dy) / count - xhat * sum(dy * xhat) / count) * weight * invstd.
+  m.def(
+      "batch_norm_backward_apply(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
+      "Tensor? weight, Tensor sums, Tensor count) -> Tensor grad_input");
+}

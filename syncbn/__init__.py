@@ -1,0 +1,15 @@
+"""Synchronized batch normalization for PyTorch, on CPUs and GPUs."""
+
+from syncbn._extension import build_info
+from syncbn.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from syncbn.functional import sync_batch_norm
+from syncbn.modules import SyncBatchNorm
+
+__all__ = [
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
+    "revert_sync_batchnorm",
+    "sync_batch_norm",
+]
+
+__version__: str = build_info["version"]

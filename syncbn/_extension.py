@@ -1,0 +1,40 @@
+"""Loads the compiled operators; the one place with an import error text."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_OLDEST_TORCH = (2, 11)
+
+
+def _torch_version() -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    if match is None:
+        raise ImportError(f"syncbn cannot read torch's version {torch.__version__!r}")
+    return int(match[1]), int(match[2])
+
+
+if _torch_version() < _OLDEST_TORCH:
+    raise ImportError(
+        f"syncbn needs torch {_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} or later, but found torch "
+        f"{torch.__version__}. Upgrade it: pip install --upgrade torch"
+    )
+
+try:
+    from syncbn import _C
+except ImportError as error:
+    raise ImportError(
+        f"syncbn's compiled operators cannot be loaded: {error}\n"
+        f"  Python looked in {Path(__file__).parent}, with torch "
+        f"{torch.__version__}.\n"
+        "  In a source checkout, install it first: pip install --no-build-isolation .\n"
+        "  Otherwise rebuild it here: "
+        "pip install --force-reinstall --no-deps --no-cache-dir syncbn"
+    ) from error
+
+build_info: dict[str, Any] = _C.build_info()
+
+# Where the operators can run. "meta" computes shapes only.
+device_types: tuple[str, ...] = ("cpu", "meta")

@@ -1,0 +1,121 @@
+"""The argument checks of the functional form and the module, each with its own words.
+
+They run before the first collective. What may differ between ranks in a valid program, the batch
+size for one, is never an error in here.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from syncbn import _extension
+
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_input(input: object, num_features: int | None = None) -> None:
+    """Check what every pass, training or not, needs of its input.
+
+    Raises:
+        TypeError: Not a tensor, not strided, quantised, or not of a floating dtype.
+        ValueError: Fewer than 2 dimensions, no channels, or not ``num_features`` of them.
+    """
+    if not isinstance(input, Tensor):
+        raise TypeError(f"expected input to be a torch.Tensor, but got {type(input).__name__}")
+    if input.layout != torch.strided:
+        raise TypeError(
+            f"expected a dense input, but got layout {input.layout}; call .to_dense() first"
+        )
+    if input.is_quantized or input.dtype not in _FLOAT_DTYPES:
+        raise TypeError(
+            "expected input of dtype float16, bfloat16, float32 or float64, but got "
+            f"{_dtype_name(input.dtype)}"
+        )
+    if input.dim() < 2:
+        raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+    if input.size(1) == 0:
+        raise ValueError("SyncBatchNorm number of input channels should be non-zero")
+    if num_features is not None and input.size(1) != num_features:
+        raise ValueError(
+            f"expected input to have {num_features} channels (num_features), but got "
+            f"{input.size(1)} in input of shape {list(input.shape)}"
+        )
+
+
+def check_channel_vectors(input: Tensor, **vectors: Tensor | None) -> None:
+    """Check weight, bias, running_mean and running_var, given by name, against a checked input.
+
+    Raises:
+        TypeError: Not a tensor, or not in the input's dtype, float32 or float64.
+        ValueError: Not one value per channel, or not on the input's device.
+    """
+    channels = input.size(1)
+    for name, vector in vectors.items():
+        if vector is None:
+            continue
+        if not isinstance(vector, Tensor):
+            raise TypeError(
+                f"expected {name} to be a torch.Tensor or None, but got {type(vector).__name__}"
+            )
+        if vector.dim() != 1 or vector.size(0) != channels:
+            raise ValueError(
+                f"expected {name} to have shape [{channels}], but got {list(vector.shape)}"
+            )
+        if vector.dtype not in (input.dtype, torch.float32, torch.float64):
+            raise TypeError(
+                f"expected {name} to have dtype {_dtype_name(input.dtype)}, float32 or float64, "
+                f"but got {_dtype_name(vector.dtype)}"
+            )
+        if vector.device != input.device:
+            raise ValueError(
+                f"expected {name} to be on {input.device}, the device of input, but got "
+                f"{vector.device}"
+            )
+
+
+def check_running(running_mean: Tensor | None, running_var: Tensor | None) -> None:
+    """Raise ValueError unless both running statistics are given, or neither."""
+    if (running_mean is None) != (running_var is None):
+        got = "running_mean" if running_var is None else "running_var"
+        raise ValueError(
+            f"expected both of running_mean and running_var or neither, but got only {got}"
+        )
+
+
+def check_eps(eps: object) -> None:
+    """Raise TypeError unless ``eps`` is a number, ValueError unless finite and not negative."""
+    if not isinstance(eps, (int, float)) or isinstance(eps, bool):
+        raise TypeError(f"expected eps to be a number, but got {type(eps).__name__}")
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"expected eps to be finite and not negative, but got {eps}")
+
+
+def check_momentum(momentum: object) -> None:
+    """Raise TypeError unless ``momentum`` is a number, ValueError unless it is finite."""
+    if not isinstance(momentum, (int, float)) or isinstance(momentum, bool):
+        raise TypeError(f"expected momentum to be a number, but got {type(momentum).__name__}")
+    if not math.isfinite(momentum):
+        raise ValueError(f"expected momentum to be finite, but got {momentum}")
+
+
+def check_device(input: Tensor) -> None:
+    """Raise NotImplementedError unless the operators exist for the input's device."""
+    if input.device.type not in _extension.device_types:
+        raise NotImplementedError(
+            f"syncbn has no operators for {input.device.type!r} tensors in this build, only for "
+            f"{', '.join(_extension.device_types)}; `python -m syncbn.collect_env` shows what was "
+            "built"
+        )
+
+
+def check_more_than_one_value(input: Tensor) -> None:
+    """Raise ValueError where a process alone would compute a variance from one value."""
+    if input.numel() == input.size(1):
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {input.size()}"
+        )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

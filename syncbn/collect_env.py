@@ -1,0 +1,34 @@
+"""Prints what a bug report needs: ``python -m syncbn.collect_env``."""
+
+import platform
+import sys
+
+import torch
+import torch.distributed as dist
+
+from syncbn._extension import build_info, device_types
+
+
+def collect_env() -> dict[str, str]:
+    """Return versions, what was built and which backends there are, as printed."""
+    backends = ["gloo", "nccl", "mpi", "ucc", "xccl"] if dist.is_available() else []
+    return {
+        "syncbn": build_info["version"],
+        "built with": f"torch {build_info['built_with_torch']}, {build_info['compiler']}",
+        "torch ABI": f"stable, {build_info['oldest_torch']} and later",
+        "CUDA operators": "built" if build_info["cuda"] else "not built",
+        "devices": ", ".join(device_types),
+        "torch": torch.__version__,
+        "torch's CUDA": str(torch.version.cuda),
+        "GPUs": str(torch.cuda.device_count()),
+        "distributed": ", ".join(b for b in backends if dist.is_backend_available(b)) or "none",
+        "threads": str(torch.get_num_threads()),
+        "CPU": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "Python": sys.version.split()[0],
+        "system": platform.platform(),
+    }
+
+
+if __name__ == "__main__":
+    for name, value in collect_env().items():
+        print(f"{name + ':':<16}{value}")

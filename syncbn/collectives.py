@@ -1,0 +1,115 @@
+"""The only file that talks to torch.distributed: groups, the all-reduce, and what ranks tell.
+
+A forward or backward pass makes one call of :func:`all_reduce_sum`.
+"""
+
+import contextlib
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# With torch built without distributed there is no group, and every group is a group of one.
+if dist.is_available():
+    import torch.distributed._functional_collectives as functional_collectives
+
+    ProcessGroup: TypeAlias = dist.ProcessGroup
+else:
+    ProcessGroup: TypeAlias = Any
+
+# What torch.distributed.new_group returns on a rank that is not a member.
+_NON_MEMBER = -100
+
+# The message sizes that each group has been seen to send, for meet().
+_sizes_met: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
+
+
+def check_process_group(process_group: object) -> None:
+    """Raise TypeError unless this is what ``torch.distributed.new_group`` returns, or None."""
+    if process_group is None or (
+        isinstance(process_group, int) and process_group == _NON_MEMBER
+    ):
+        return
+    if not dist.is_available() or not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            "expected process_group to be a torch.distributed.ProcessGroup or None, but got "
+            f"{type(process_group).__name__}; make one with torch.distributed.new_group(ranks)"
+        )
+
+
+def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group to synchronise with, or None where this process is alone.
+
+    Raises:
+        ValueError: This rank is not a member of the group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    group = dist.group.WORLD if process_group is None else process_group
+    if isinstance(group, int):
+        raise ValueError(
+            f"rank {dist.get_rank()} is not a member of this layer's process_group: "
+            "torch.distributed.new_group returned no group for it. Give each rank a group that it "
+            "is in, or do not run this layer on it in training mode"
+        )
+    return group if group is not None and group.size() > 1 else None
+
+
+def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten."""
+    if torch.compiler.is_compiling():
+        reduced: Tensor = functional_collectives.all_reduce(tensor, "sum", group)
+        return reduced
+    dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def meet(group: ProcessGroup, size: int) -> int | None:
+    """Before a group's first message of this size, compare it with what other ranks send.
+
+    Ranks whose messages differ in size crash (gloo) or hang (NCCL) inside the collective. The
+    group's store tells beforehand: the first rank there writes its size under the number of the
+    coming collective, the others compare. Never waits, and sends no collective.
+
+    Returns:
+        The size that another rank sends, if it differs.
+    """
+    sizes = _sizes_met.setdefault(group, set())
+    if size in sizes:
+        return None
+    sizes.add(size)
+    store = group.get_group_store()
+    if store is None:  # MPI has none
+        return None
+    key = f"syncbn/{group._get_sequence_number_for_group()}"
+    first = int(store.compare_set(key, "", str(size)))
+    return None if first == size else first
+
+
+def withdraw(group: ProcessGroup, size: int, device: torch.device) -> None:
+    """Take part in the forward collective of the other ranks with a count of NaN.
+
+    A rank that found its input bad calls this before it raises, so that the others fail at once
+    with words instead of waiting for it. An error in here must not hide the first one.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):
+        message = torch.zeros(size, dtype=torch.float64, device=device)
+        message[-1] = torch.nan
+        all_reduce_sum(message, group)
+
+
+class AllReduceSum(torch.autograd.Function):
+    """The sum over the group's ranks, differentiable to any order: its gradient is itself."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        """Sum a copy of ``tensor`` over the ranks."""
+        ctx.group = group
+        return all_reduce_sum(tensor.clone(memory_format=torch.contiguous_format), group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        """Sum the gradients over the ranks."""
+        return AllReduceSum.apply(grad, ctx.group), None

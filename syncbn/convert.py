@@ -1,0 +1,191 @@
+"""Conversion of a model's batch normalization layers, and the way back."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils import parametrize
+
+from syncbn import collectives
+from syncbn.collectives import ProcessGroup
+from syncbn.modules import SyncBatchNorm
+
+__all__ = ["BatchNorm", "SyncBatchNormAct", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+
+
+class BatchNorm(_BatchNorm):
+    """Batch normalization of this process alone, for 2 or more dimensions.
+
+    What :func:`revert_sync_batchnorm` makes of a layer that was not converted from another class.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+
+class SyncBatchNormAct(SyncBatchNorm):
+    """Synchronised batch normalization, then ``drop`` and ``act``: timm's ``BatchNormAct2d``."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise, drop, activate."""
+        output: Tensor = self.act(self.drop(super().forward(input)))
+        return output
+
+
+# Whose forward is plain batch normalization.
+_PLAIN_FORWARDS = (
+    _BatchNorm.forward,
+    nn.SyncBatchNorm.forward,
+    SyncBatchNorm.forward,
+    SyncBatchNormAct.forward,
+)
+
+
+def convert_sync_batchnorm(
+    module: nn.Module, process_group: ProcessGroup | None = None
+) -> nn.Module:
+    """Replace a model's batch normalization layers by :class:`syncbn.SyncBatchNorm`.
+
+    Takes BatchNorm1d, 2d and 3d, ``torch.nn.SyncBatchNorm``, their subclasses that leave forward
+    alone, and timm's ``BatchNormAct2d`` with its activation. Parameters and buffers stay the same
+    objects, so do hooks, training mode, ``qconfig`` and whatever else the layer carries; a layer
+    registered twice stays one. Other subclasses are left alone, with a warning that names them.
+
+    Args:
+        module: The model; changed in place. A batch normalization layer itself is left as it is.
+        process_group: The ranks that share a batch; None is all of them, or for a layer that is
+            synchronised already the group it has.
+
+    Returns:
+        ``module``, or the new layer where ``module`` is a batch normalization layer.
+
+    Raises:
+        TypeError: ``module`` is not a module or ``process_group`` not a group.
+        ValueError: A lazy layer does not know its number of channels yet.
+        In both cases nothing has been changed.
+
+    Example:
+        >>> convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
+        SyncBatchNorm(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+    """
+    _check_module(module)
+    collectives.check_process_group(process_group)
+    for name, layer in module.named_modules():
+        if isinstance(layer, LazyModuleMixin) and isinstance(layer, _BatchNorm):
+            raise ValueError(
+                f"the layer {name!r} is a {type(layer).__name__} that does not know its number of "
+                "channels yet; run one batch through the model before converting it"
+            )
+
+    def convert(layer: nn.Module, name: str) -> nn.Module:
+        if isinstance(layer, SyncBatchNorm):
+            if process_group is not None:
+                layer.process_group = process_group
+            return layer
+        if not isinstance(layer, _BatchNorm):
+            return layer
+        target = _sync_class(layer)
+        if target is None:
+            warnings.warn(
+                f"the layer {name!r} is a {type(layer).__name__}, whose forward is its own: it is "
+                "left as it is and does not synchronise",
+                stacklevel=3,
+            )
+            return layer
+        new = _with_class(layer, target)
+        new._name = name
+        if isinstance(layer, nn.SyncBatchNorm):
+            new.process_group = layer.process_group if process_group is None else process_group
+        else:
+            new.process_group = process_group
+            new._converted_from = type(layer)
+        return new
+
+    return _replace(module, convert)
+
+
+def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """Replace a model's synchronised batch normalization layers by ordinary ones.
+
+    The inverse of :func:`convert_sync_batchnorm`, for export, inference and debugging on one
+    device: a converted layer gets its class back; one that was built as a SyncBatchNorm, ours or
+    torch's, becomes a batch normalization of any number of dimensions.
+
+    Args:
+        module: The model; changed in place. A synchronised layer itself is left as it is.
+
+    Returns:
+        ``module``, or the new layer where ``module`` is a synchronised layer.
+
+    Raises:
+        TypeError: ``module`` is not a module.
+
+    Example:
+        >>> revert_sync_batchnorm(convert_sync_batchnorm(nn.BatchNorm2d(8)))
+        BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+    """
+    _check_module(module)
+
+    def revert(layer: nn.Module, name: str) -> nn.Module:
+        if not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
+            return layer
+        new = _with_class(layer, getattr(layer, "_converted_from", None) or BatchNorm)
+        for attribute in ("process_group", "_name", "_converted_from"):
+            new.__dict__.pop(attribute, None)
+        return new
+
+    return _replace(module, revert)
+
+
+def _check_module(module: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}")
+
+
+def _sync_class(layer: _BatchNorm) -> type[SyncBatchNorm] | None:
+    """Return the class that does what this layer does, synchronised; None if there is none."""
+    if parametrize.is_parametrized(layer):
+        return None
+    if type(layer).forward in _PLAIN_FORWARDS:
+        return SyncBatchNorm
+    for base in type(layer).__mro__:
+        if base.__name__ == "BatchNormAct2d" and base.__module__.startswith("timm."):
+            return SyncBatchNormAct if type(layer).forward is base.forward else None
+    return None
+
+
+def _with_class(layer: nn.Module, cls: type[nn.Module]) -> Any:
+    """Return a module of class ``cls`` that has all that ``layer`` has.
+
+    Dictionaries of parameters, buffers and children are its own; hooks are shared, so that the
+    handles of hooks that were registered before still remove them.
+    """
+    new = cls.__new__(cls)
+    new.__dict__.update(layer.__dict__)
+    for own in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        new.__dict__[own] = layer.__dict__[own].copy()
+    return new
+
+
+def _replace(root: nn.Module, replacement: Callable[[nn.Module, str], nn.Module]) -> nn.Module:
+    """Replace each module by ``replacement(module, name)``, one that occurs twice by one."""
+    replaced: dict[int, nn.Module] = {}
+
+    def visit(module: nn.Module, name: str) -> nn.Module:
+        if id(module) not in replaced:
+            new = replaced[id(module)] = replacement(module, name)
+            for child_name, child in module._modules.items():
+                if child is not None:
+                    path = f"{name}.{child_name}" if name else child_name
+                    new._modules[child_name] = visit(child, path)
+        return replaced[id(module)]
+
+    return visit(root, "")

@@ -1,0 +1,314 @@
+"""sync_batch_norm(): the autograd Function that joins the operators and the collectives."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from syncbn import checks, collectives, ops, reference
+from syncbn.collectives import ProcessGroup
+
+__all__ = ["sync_batch_norm"]
+
+
+def sync_batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    process_group: ProcessGroup | None = None,
+) -> Tensor:
+    r"""Apply batch normalization with the statistics of the whole batch of a process group.
+
+    Arguments as :func:`torch.nn.functional.batch_norm`, and the group. With ``training`` the input
+    is normalised by the mean and biased variance of the values of all ranks, one all-reduce
+    forward and one backward; without, it is ``torch.nn.functional.batch_norm``. Where
+    torch.distributed is not initialised the batch is that of this process.
+
+    .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot w + b
+
+    Args:
+        input: Shape (N, C, ...), 2 or more dimensions, any strides; float16, bfloat16, float32 or
+            float64. N may be 0 and may differ between ranks; C may not.
+        running_mean: Shape [C], in the input's dtype, float32 or float64; updated in place when
+            training. Both running statistics or neither.
+        running_var: As ``running_mean``; moves towards the unbiased variance of the group.
+        weight: Shape [C], same dtypes, or None for 1.
+        bias: Shape [C], same dtypes, or None for 0.
+        training: Normalise by batch statistics and update the running ones.
+        momentum: Weight of the batch in the running statistics, without a unit.
+        eps: Added to the variance, in units of the input squared; not negative.
+        process_group: The ranks that share a batch; None is all of them.
+
+    Returns:
+        Shape, dtype and memory format of ``input``. The gradients of weight and bias are sums
+        over this rank's values, for DistributedDataParallel to average.
+
+    Raises:
+        TypeError: An argument of the wrong type, dtype or layout.
+        ValueError: An argument of the wrong shape, device or value; one value per channel without
+            other ranks; a rank outside of ``process_group``; ranks with different C.
+        NotImplementedError: Training on a device without operators.
+        RuntimeError: Another rank failed, left or did not come.
+
+    Example:
+        >>> x = torch.arange(6.0).view(3, 2)
+        >>> sync_batch_norm(x, None, None, training=True)
+        tensor([[-1.2247, -1.2247],
+                [ 0.0000,  0.0000],
+                [ 1.2247,  1.2247]])
+    """
+    collectives.check_process_group(process_group)
+    if not training:
+        return evaluate(input, running_mean, running_var, weight, bias, momentum, eps)
+    checks.check_momentum(momentum)
+    return train(
+        input, running_mean, running_var, None, weight, bias, momentum, eps, process_group
+    )
+
+
+def evaluate(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+    *,
+    layer: str = "",
+    num_features: int | None = None,
+) -> Tensor:
+    """Normalise without communication, by running statistics or, without them, by the batch's.
+
+    The operator is torch's own, so that exporters and compilers see what they know.
+    """
+    try:
+        checks.check_input(input, num_features)
+        checks.check_channel_vectors(
+            input, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
+        )
+        checks.check_running(running_mean, running_var)
+        checks.check_eps(eps)
+    except (TypeError, ValueError) as error:
+        raise _with_place(error, layer, None) from None
+    vectors = [running_mean, running_var, weight, bias]
+    dtypes = {vector.dtype for vector in vectors if vector is not None}
+    # F.batch_norm takes no mixed vectors, and float32 ones at most with a 16-bit input.
+    sixteen_bit = input.dtype in (torch.float16, torch.bfloat16)
+    if not (dtypes <= {input.dtype} or (sixteen_bit and dtypes == {torch.float32})):
+        dtype = torch.float32 if sixteen_bit else input.dtype
+        vectors = [None if vector is None else vector.to(dtype) for vector in vectors]
+    return F.batch_norm(input, *vectors, running_mean is None, momentum, eps)
+
+
+def train(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    process_group: ProcessGroup | None,
+    *,
+    layer: str = "",
+    num_features: int | None = None,
+) -> Tensor:
+    """Normalise by the group's batch statistics and update the running ones.
+
+    Arguments as :func:`sync_batch_norm`; a ``momentum`` of None is the cumulative average and
+    needs ``num_batches_tracked``, which grows by one. ``layer`` names the layer in errors.
+    """
+    group = None
+    try:
+        group = collectives.resolve_group(process_group)
+        checks.check_input(input, num_features)
+        checks.check_device(input)
+        checks.check_channel_vectors(
+            input, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
+        )
+        checks.check_running(running_mean, running_var)
+        checks.check_eps(eps)
+        if momentum is not None:
+            checks.check_momentum(momentum)
+        if group is None:
+            checks.check_more_than_one_value(input)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        if group is not None:
+            _withdraw(group, input, (weight, bias, running_mean, running_var), num_features)
+        raise _with_place(error, layer, group) from None
+    if _is_recomputation():
+        running_mean = running_var = num_batches_tracked = None
+        momentum = 0.0
+    if group is not None and not torch.compiler.is_compiling():
+        _meet(group, input, layer)
+    output: Tensor = SyncBatchNormFunction.apply(
+        input,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        momentum,
+        eps,
+        group,
+        layer,
+    )
+    return output
+
+
+class SyncBatchNormFunction(torch.autograd.Function):
+    """Batch normalization by the statistics of a group: one collective forward, one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        momentum: float | None,
+        eps: float,
+        group: ProcessGroup | None,
+        layer: str,
+    ) -> Tensor:
+        """Return the normalised input; arguments as :func:`train`."""
+        input = _as_dense(input)
+        totals = ops.batch_norm_stats(input)
+        if group is not None:
+            totals = _all_reduce(totals, group, layer, "forward")
+        try:
+            output, mean, invstd, count = ops.batch_norm_apply(
+                input,
+                totals,
+                weight,
+                bias,
+                running_mean,
+                running_var,
+                num_batches_tracked,
+                momentum,
+                eps,
+            )
+        except RuntimeError as error:
+            raise _with_place(error, layer, group) from None
+        # Never the running statistics or the bias: they may change before backward (a network
+        # that runs twice, an optimizer step), and nothing here needs their old values.
+        ctx.save_for_backward(input, weight, mean, invstd, count)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.eps, ctx.group, ctx.layer = eps, group, layer
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        """Return the gradients of input, weight and bias.
+
+        Joins its collective whether or not the input needs a gradient: that may differ between
+        ranks, and a rank that stayed away would hang the others.
+        """
+        input, weight, mean, invstd, count = ctx.saved_tensors
+        grad_input: Tensor | None = None
+        # Inside a backward pass, gradients are recorded exactly under create_graph=True.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
+                grad_output, input, weight, ctx.eps, ctx.group
+            )
+        else:
+            grad_output = _as_dense(grad_output, like=input)
+            sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
+                grad_output, input, mean, invstd, weight
+            )
+            if ctx.group is not None:
+                sums = _all_reduce(sums, ctx.group, ctx.layer, "backward")
+            if ctx.needs_input_grad[0]:
+                grad_input = ops.batch_norm_backward_apply(
+                    grad_output, input, mean, invstd, weight, sums, count
+                )
+        return (
+            grad_input,
+            None if weight is None else grad_weight.to(weight.dtype),
+            None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype),
+            *(None,) * 7,
+        )
+
+
+def _as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return ``tensor`` in a layout that the operators take: its own, or that of ``like``."""
+    like = tensor if like is None else like
+    if like.is_contiguous():
+        return tensor.contiguous()
+    if like.movedim(1, -1).is_contiguous():  # channels-last of any rank
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    return tensor.contiguous()
+
+
+def _is_recomputation() -> bool:
+    """Whether this forward runs inside a backward pass: activation checkpointing's second run.
+
+    Its statistics have been counted by the first. Traced code needs no question: there
+    checkpointing is the compiler's, which does not run side effects twice.
+    """
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def _place(layer: str, group: ProcessGroup | None) -> str:
+    """Return which layer and rank this is, in brackets to follow a message; empty if unknown."""
+    rank = "" if group is None else f"rank {group.rank()} of {group.size()}"
+    known = ", ".join(part for part in (f"layer {layer!r}" if layer else "", rank) if part)
+    return f" [{known}]" if known else ""
+
+
+def _with_place(error: Exception, layer: str, group: ProcessGroup | None) -> Exception:
+    return type(error)(f"{error}{_place(layer, group)}")
+
+
+def _all_reduce(
+    message: Tensor, group: ProcessGroup, layer: str, direction: str
+) -> Tensor:
+    try:
+        return collectives.all_reduce_sum(message, group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has "
+            "failed, left, did not come in time or runs another layer; look at the first error "
+            "of the other ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what "
+            f"they do{_place(layer, group)}: {error}"
+        ) from error
+
+
+def _meet(group: ProcessGroup, input: Tensor, layer: str) -> None:
+    """Raise ValueError if another rank's first message to this group has another size."""
+    size = 2 * input.size(1) + 1
+    other = collectives.meet(group, size)
+    if other is not None:
+        collectives.withdraw(group, other, input.device)
+        raise ValueError(
+            f"expected the same channels on all ranks, but this rank normalises "
+            f"{input.size(1)} while another normalises {(other - 1) // 2}; the ranks run "
+            f"different layers{_place(layer, group)}"
+        )
+
+
+def _withdraw(
+    group: ProcessGroup,
+    input: object,
+    vectors: tuple[Tensor | None, ...],
+    num_features: int | None,
+) -> None:
+    """Let the other ranks of a forward pass fail, as far as it is known what they wait for."""
+    tensors = [tensor for tensor in (*vectors, input) if isinstance(tensor, Tensor)]
+    if num_features is None:
+        if tensors and tensors[0] is not input and tensors[0].dim() == 1:
+            num_features = tensors[0].size(0)
+        elif isinstance(input, Tensor) and input.dim() > 1:
+            num_features = input.size(1)
+    if num_features is not None and tensors:
+        collectives.withdraw(group, 2 * num_features + 1, tensors[0].device)

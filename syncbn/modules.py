@@ -1,0 +1,146 @@
+"""The layer: torch.nn.SyncBatchNorm's constructor, state and behaviour over our operators."""
+
+import copy
+import warnings
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from syncbn import checks, collectives, functional
+from syncbn.collectives import ProcessGroup
+
+__all__ = ["SyncBatchNorm"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    r"""Batch normalization with the statistics of the whole batch of a process group.
+
+    A drop-in for :class:`torch.nn.SyncBatchNorm`: same arguments, attributes, state_dict and
+    results, on CPUs as well. It derives from ``_BatchNorm`` and not from torch's class, which
+    DistributedDataParallel refuses on CPUs. See :func:`syncbn.sync_batch_norm` for the formula,
+    dtypes and errors.
+
+    Training synchronises if torch.distributed is initialised and the group has more than one
+    rank: one all-reduce of 2C+1 float64 values forward, one of 2C backward. Evaluation never
+    communicates. A rank may have an empty batch; if all have, nothing is updated. A channel with
+    a NaN or infinity in it comes out as NaN and leaves its running statistics as they were.
+
+    Args:
+        num_features: C, the size of dimension 1 of the input.
+        eps: Added to the variance, in units of the input squared.
+        momentum: Weight of each batch in the running statistics; None for the cumulative average.
+        affine: Learn a weight and a bias per channel.
+        track_running_stats: Keep running statistics and evaluate with them; otherwise the
+            statistics of the (local) batch serve in evaluation too.
+        process_group: The ranks that share a batch; None is all of them.
+        device: Of the parameters and buffers.
+        dtype: Of the parameters and running statistics.
+        bias: With ``affine``, whether to learn a bias; keyword-only.
+
+    Shape:
+        (N, C, ...), two or more dimensions, to the same.
+
+    Raises:
+        TypeError: ``process_group``, ``eps`` or ``momentum`` of the wrong type.
+        ValueError: ``eps`` negative or not finite, ``momentum`` not finite.
+
+    Example:
+        >>> layer = SyncBatchNorm(2)
+        >>> layer(torch.arange(6.0).view(3, 2)).shape
+        torch.Size([3, 2])
+        >>> layer.running_mean
+        tensor([0.2000, 0.3000])
+    """
+
+    # What conversion learned: the layer's name in its model, and the class that revert restores.
+    _name: str = ""
+    _converted_from: type[nn.Module] | None = None
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: ProcessGroup | None = None,
+        device: Any = None,
+        dtype: Any = None,
+        *,
+        bias: bool = True,
+    ) -> None:
+        checks.check_eps(eps)
+        if momentum is not None:
+            checks.check_momentum(momentum)
+        collectives.check_process_group(process_group)
+        super().__init__(
+            num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
+        )
+        if affine and not bias:
+            self.register_parameter("bias", None)
+        self.process_group = process_group
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input``; see the class."""
+        if not self.training:
+            return functional.evaluate(
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                0.0 if self.momentum is None else self.momentum,
+                self.eps,
+                layer=self._name,
+                num_features=self.num_features,
+            )
+        track = self.track_running_stats
+        num_batches_tracked = self.num_batches_tracked if track else None
+        return functional.train(
+            input,
+            self.running_mean if track else None,
+            self.running_var if track else None,
+            num_batches_tracked,
+            self.weight,
+            self.bias,
+            # Without a counter there is no cumulative average; torch then leaves the statistics.
+            0.0 if self.momentum is None and num_batches_tracked is None else self.momentum,
+            self.eps,
+            self.process_group,
+            layer=self._name,
+            num_features=self.num_features,
+        )
+
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: nn.Module, process_group: ProcessGroup | None = None
+    ) -> nn.Module:
+        """Call :func:`syncbn.convert_sync_batchnorm`, for code that calls torch's class."""
+        from syncbn.convert import convert_sync_batchnorm  # it builds on this module
+
+        return convert_sync_batchnorm(module, process_group)
+
+    # A process group can be neither copied nor pickled: copies share it, pickles go without.
+
+    def __copy__(self) -> "SyncBatchNorm":
+        new = self.__class__.__new__(self.__class__)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
+        memo[id(self.process_group)] = self.process_group
+        new = memo[id(self)] = self.__class__.__new__(self.__class__)
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if state["process_group"] is not None:
+            warnings.warn(
+                "a process group cannot be pickled: the SyncBatchNorm layer will be loaded with "
+                "process_group=None, all ranks; set its process_group again after loading",
+                stacklevel=2,
+            )
+            state["process_group"] = None
+        return state

@@ -1,0 +1,128 @@
+"""The operators as typed Python calls, and their fake kernels.
+
+csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula.
+"""
+
+import torch
+from torch import Tensor
+
+from syncbn import _extension as _extension  # registers the operators
+
+__all__ = [
+    "batch_norm_apply",
+    "batch_norm_backward_apply",
+    "batch_norm_backward_reduce",
+    "batch_norm_stats",
+]
+
+_ops = torch.ops.syncbn
+
+
+def batch_norm_stats(input: Tensor) -> Tensor:
+    """Compute this rank's message: sum of x, sum of x² and number of values, float64 [2C+1]."""
+    message: Tensor = _ops.batch_norm_stats.default(input)
+    return message
+
+
+def batch_norm_apply(
+    input: Tensor,
+    totals: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalise, and update the running statistics: output, mean [C], invstd [C], count [1]."""
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _ops.batch_norm_apply.default(
+        input,
+        totals,
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        momentum,
+        eps,
+    )
+    return results
+
+
+def batch_norm_backward_reduce(
+    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute this rank's sums of dy and dy·xhat, float64 [2C], and grad_weight, grad_bias [C]."""
+    results: tuple[Tensor, Tensor, Tensor] = _ops.batch_norm_backward_reduce.default(
+        grad_output, input, mean, invstd, weight
+    )
+    return results
+
+
+def batch_norm_backward_apply(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    sums: Tensor,
+    count: Tensor,
+) -> Tensor:
+    """Compute the gradient of the input from the sums of the whole group."""
+    grad_input: Tensor = _ops.batch_norm_backward_apply.default(
+        grad_output, input, mean, invstd, weight, sums, count
+    )
+    return grad_input
+
+
+@torch.library.register_fake("syncbn::batch_norm_stats")
+def _(input: Tensor) -> Tensor:
+    return input.new_empty(2 * input.size(1) + 1, dtype=torch.float64)
+
+
+@torch.library.register_fake("syncbn::batch_norm_apply")
+def _(
+    input: Tensor,
+    totals: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    channels = input.size(1)
+    return (
+        torch.empty_like(input),
+        totals.new_empty(channels),
+        totals.new_empty(channels),
+        totals.new_empty(1),
+    )
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward_reduce")
+def _(
+    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    channels = input.size(1)
+    grad_dtype = torch.float64 if weight is None else weight.dtype
+    return (
+        mean.new_empty(2 * channels),
+        mean.new_empty(channels, dtype=grad_dtype),
+        mean.new_empty(channels, dtype=grad_dtype),
+    )
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward_apply")
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    sums: Tensor,
+    count: Tensor,
+) -> Tensor:
+    return torch.empty_like(input)

@@ -1,0 +1,97 @@
+"""The mathematics in plain differentiable PyTorch: slow, and right to any order of derivative.
+
+Computes in float64 and uses no operator of ours. Tests and benchmarks compare with it, and
+:mod:`syncbn.functional` takes it where a backward pass is itself to be differentiated.
+
+Formulas: Ioffe and Szegedy, "Batch Normalization" (2015), with the sums taken over all ranks.
+"""
+
+import torch
+from torch import Tensor
+
+from syncbn.collectives import AllReduceSum, ProcessGroup
+
+__all__ = ["batch_norm", "batch_norm_backward"]
+
+
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view((1, -1) + (1,) * (like.dim() - 2))
+
+
+def _sum_over_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    if group is None:
+        return tensor
+    summed: Tensor = AllReduceSum.apply(tensor, group)
+    return summed
+
+
+def _normalise(
+    input: Tensor, eps: float, group: ProcessGroup | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return xhat in float64, 1/std per channel, and the number of values per channel."""
+    dims = [d for d in range(input.dim()) if d != 1]
+    x = input.double()
+    local_count = x.new_full((1,), input.numel() / input.size(1))
+    count = _sum_over_group(local_count, group).clamp(min=1)
+    centred = x - _per_channel(_sum_over_group(x.sum(dims), group) / count, x)
+    variance = _sum_over_group((centred * centred).sum(dims), group) / count
+    invstd = (variance + eps).rsqrt()
+    return centred * _per_channel(invstd, x), invstd, count
+
+
+def batch_norm(
+    input: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Normalise a batch by the statistics of the group.
+
+    Args:
+        input: Shape (N, C, ...), any floating dtype.
+        weight: Shape [C], or None for 1.
+        bias: Shape [C], or None for 0.
+        eps: Added to the biased variance.
+        group: The ranks that share statistics, or None for this process alone.
+
+    Returns:
+        float64, shape of ``input``.
+    """
+    output, _, _ = _normalise(input, eps, group)
+    if weight is not None:
+        output = output * _per_channel(weight.double(), output)
+    if bias is not None:
+        output = output + _per_channel(bias.double(), output)
+    return output
+
+
+def batch_norm_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    group: ProcessGroup | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of :func:`batch_norm` as differentiable expressions.
+
+    Args:
+        grad_output: Gradient of the output, shape of ``input``.
+        input: Shape (N, C, ...).
+        weight: Shape [C], or None for 1.
+        eps: Added to the biased variance.
+        group: The ranks that share statistics, or None for this process alone. Three collectives.
+
+    Returns:
+        Gradients of input (its dtype and shape; of the sum over all ranks), of weight and of bias
+        (float64 [C]; of this rank alone).
+    """
+    xhat, invstd, count = _normalise(input, eps, group)
+    dims = [d for d in range(input.dim()) if d != 1]
+    dy = grad_output.double()
+    grad_bias, grad_weight = dy.sum(dims), (dy * xhat).sum(dims)
+    means = _sum_over_group(torch.cat([grad_bias, grad_weight]), group) / count
+    mean_dy, mean_dy_xhat = means.chunk(2)
+    scale = invstd if weight is None else invstd * weight.double()
+    grad_input = dy - _per_channel(mean_dy, dy) - xhat * _per_channel(mean_dy_xhat, dy)
+    return (grad_input * _per_channel(scale, dy)).to(input.dtype), grad_weight, grad_bias
