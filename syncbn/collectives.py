@@ -28,9 +28,7 @@ _sizes_met: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
 
 def check_process_group(process_group: object) -> None:
     """Raise TypeError unless this is what ``torch.distributed.new_group`` returns, or None."""
-    if process_group is None or (
-        isinstance(process_group, int) and process_group == _NON_MEMBER
-    ):
+    if process_group is None or (isinstance(process_group, int) and process_group == _NON_MEMBER):
         return
     if not dist.is_available() or not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(

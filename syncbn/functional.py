@@ -67,9 +67,7 @@ def sync_batch_norm(
     if not training:
         return evaluate(input, running_mean, running_var, weight, bias, momentum, eps)
     checks.check_momentum(momentum)
-    return train(
-        input, running_mean, running_var, None, weight, bias, momentum, eps, process_group
-    )
+    return train(input, running_mean, running_var, None, weight, bias, momentum, eps, process_group)
 
 
 def evaluate(
@@ -270,9 +268,7 @@ def _with_place(error: Exception, layer: str, group: ProcessGroup | None) -> Exc
     return type(error)(f"{error}{_place(layer, group)}")
 
 
-def _all_reduce(
-    message: Tensor, group: ProcessGroup, layer: str, direction: str
-) -> Tensor:
+def _all_reduce(message: Tensor, group: ProcessGroup, layer: str, direction: str) -> Tensor:
     try:
         return collectives.all_reduce_sum(message, group)
     except RuntimeError as error:

@@ -46,12 +46,11 @@ inline Geometry check_input(const char* op, const char* name, const Tensor& inpu
   SYNCBN_CHECK(is_supported_float(input.scalar_type()), op, ": expected ", name,
                " of dtype float16, bfloat16, float32 or float64, but got ",
                dtype_name(input.scalar_type()));
-  SYNCBN_CHECK(input.dim() >= 2, op, ": expected ", name, " to have at least 2 dimensions, but got ",
-               input.dim());
-  SYNCBN_CHECK(input.size(1) > 0, op, ": expected ", name, " to have at least one channel, but got ",
-               format_list(input.sizes()));
-  const auto geometry =
-      find_geometry(input.sizes().data(), input.strides().data(), input.dim());
+  SYNCBN_CHECK(input.dim() >= 2, op, ": expected ", name,
+               " to have at least 2 dimensions, but got ", input.dim());
+  SYNCBN_CHECK(input.size(1) > 0, op, ": expected ", name,
+               " to have at least one channel, but got ", format_list(input.sizes()));
+  const auto geometry = find_geometry(input.sizes().data(), input.strides().data(), input.dim());
   SYNCBN_CHECK(geometry.has_value(), op, ": expected ", name,
                " to be contiguous or channels-last, but got shape ", format_list(input.sizes()),
                " with strides ", format_list(input.strides()));
@@ -84,7 +83,8 @@ inline void check_grad_output(const char* op, const Tensor& grad_output, const T
                format_list(input.strides()), ", but got ", format_list(grad_output.strides()));
 }
 
-// A weight, bias or running buffer: one value per channel, in the input's dtype, float32 or float64.
+// A weight, bias or running buffer: one value per channel, in the input's dtype, float32 or
+// float64.
 inline void check_channel_vector(const char* op, const char* name,
                                  const std::optional<Tensor>& tensor, const Tensor& input) {
   if (!tensor.has_value()) {

@@ -26,11 +26,11 @@ using torch::stable::Tensor;
 }  // namespace syncbn
 
 // Throws the bare message. STD_TORCH_CHECK would put this file's path into the user's error.
-#define SYNCBN_CHECK(condition, ...)               \
-  do {                                             \
-    if (!(condition)) {                            \
-      ::syncbn::detail::throw_error(__VA_ARGS__);  \
-    }                                              \
+#define SYNCBN_CHECK(condition, ...)              \
+  do {                                            \
+    if (!(condition)) {                           \
+      ::syncbn::detail::throw_error(__VA_ARGS__); \
+    }                                             \
   } while (false)
 
 namespace syncbn::detail {

@@ -28,8 +28,8 @@ SYNCBN_INLINE T normalize(T x, A center, A rest, A scale, A shift) {
 template <typename T>
 struct NormalizePlane {
   using A = compute_t<T>;
-  static SYNCBN_INLINE void run(const T* __restrict x, T* __restrict y, int64_t n, A center,
-                                A rest, A scale, A shift) {
+  static SYNCBN_INLINE void run(const T* __restrict x, T* __restrict y, int64_t n, A center, A rest,
+                                A scale, A shift) {
     for (int64_t i = 0; i < n; ++i) {
       y[i] = normalize(x[i], center, rest, scale, shift);
     }
@@ -40,14 +40,12 @@ struct NormalizePlane {
 template <typename T>
 struct NormalizeRows {
   using A = compute_t<T>;
-  static SYNCBN_INLINE void run(const T* __restrict x, T* __restrict y, int64_t rows,
-                                int64_t width, const A* __restrict center,
-                                const A* __restrict rest, const A* __restrict scale,
-                                const A* __restrict shift) {
+  static SYNCBN_INLINE void run(const T* __restrict x, T* __restrict y, int64_t rows, int64_t width,
+                                const A* __restrict center, const A* __restrict rest,
+                                const A* __restrict scale, const A* __restrict shift) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < width; ++c) {
-        y[r * width + c] =
-            normalize(x[r * width + c], center[c], rest[c], scale[c], shift[c]);
+        y[r * width + c] = normalize(x[r * width + c], center[c], rest[c], scale[c], shift[c]);
       }
     }
   }
@@ -56,8 +54,8 @@ struct NormalizeRows {
 // Moves the running statistics and the batch counter. Channels without finite statistics keep
 // theirs: one overflowed step under loss scaling must not spoil the model for good.
 void update_running(const std::vector<Moments>& moments, std::optional<Tensor>& running_mean,
-                    std::optional<Tensor>& running_var,
-                    std::optional<Tensor>& num_batches_tracked, std::optional<double> momentum) {
+                    std::optional<Tensor>& running_var, std::optional<Tensor>& num_batches_tracked,
+                    std::optional<double> momentum) {
   const double count = moments[0].count;
   if (count == 0) {
     return;
@@ -129,7 +127,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     const auto center = channel_array<A>(geometry, [&](int64_t c) { return means[c]; });
     const auto rest =
         channel_array<A>(geometry, [&](int64_t c) { return means[c] - static_cast<A>(means[c]); });
-    const auto scale = channel_array<A>(geometry, [&](int64_t c) { return weights[c] * invstds[c]; });
+    const auto scale =
+        channel_array<A>(geometry, [&](int64_t c) { return weights[c] * invstds[c]; });
     const auto biases = read_channels(bias, channels, 0);
     const auto shift = channel_array<A>(geometry, [&](int64_t c) { return biases[c]; });
     if (geometry.is_matrix()) {
@@ -139,8 +138,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
       });
     } else {
       for_each_plane(geometry, [&](int64_t c, int64_t first, int64_t n) {
-        run<NormalizePlane<T>>(x + first, y + first, n, center[c], rest[c], scale[c],
-                               shift[c]);
+        run<NormalizePlane<T>>(x + first, y + first, n, center[c], rest[c], scale[c], shift[c]);
       });
     }
   });

@@ -44,19 +44,15 @@ struct PlanarGradSums {
         deviation_lanes[l] += g * ((static_cast<A>(x[i + l]) - center) - rest);
       }
     }
-    A total = 0;
-    A total_deviation = 0;
     for (; i < n; ++i) {
       const A g = static_cast<A>(dy[i]);
-      total += g;
-      total_deviation += g * ((static_cast<A>(x[i]) - center) - rest);
+      sums.grad += g;
+      sums.grad_deviation += g * ((static_cast<A>(x[i]) - center) - rest);
     }
     for (int l = 0; l < L; ++l) {
-      total += lanes[l];
-      total_deviation += deviation_lanes[l];
+      sums.grad += lanes[l];
+      sums.grad_deviation += deviation_lanes[l];
     }
-    sums.grad += total;
-    sums.grad_deviation += total_deviation;
   }
 
   static SYNCBN_INLINE void run(const T* dy, const T* x, Geometry geometry, int64_t channel,
@@ -145,20 +141,19 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
     const auto center = channel_array<A>(geometry, [&](int64_t c) { return means[c]; });
     const auto rest =
         channel_array<A>(geometry, [&](int64_t c) { return means[c] - static_cast<A>(means[c]); });
-    for_each_item(geometry, partition,
-                  [&](int64_t segment, int64_t channel, int64_t end_channel, int64_t begin,
-                      int64_t end) {
-                    GradSums* out = &partials[segment * channels + channel];
-                    if (geometry.is_matrix()) {
-                      const int64_t first = begin * channels + channel;
-                      matrix_grad_sums(dy + first, x + first, end - begin, channels,
-                                       end_channel - channel, &center[channel], &rest[channel],
-                                       out);
-                    } else {
-                      run<PlanarGradSums<T>>(dy, x, geometry, channel, begin, end, center[channel],
-                                             rest[channel], out);
-                    }
-                  });
+    for_each_item(
+        geometry, partition,
+        [&](int64_t segment, int64_t channel, int64_t end_channel, int64_t begin, int64_t end) {
+          GradSums* out = &partials[segment * channels + channel];
+          if (geometry.is_matrix()) {
+            const int64_t first = begin * channels + channel;
+            matrix_grad_sums(dy + first, x + first, end - begin, channels, end_channel - channel,
+                             &center[channel], &rest[channel], out);
+          } else {
+            run<PlanarGradSums<T>>(dy, x, geometry, channel, begin, end, center[channel],
+                                   rest[channel], out);
+          }
+        });
   });
 
   std::vector<double> grad_weights(channels);

@@ -1,9 +1,9 @@
 // batch_norm_stats on the CPU.
 //
 // Each item of work owns a segment of positions of some channels. It goes through them in chunks
-// that stay in cache: one pass for the chunk's mean, one for the sums of d and d^2 around it,
-// d = x - mean, in float32 (float64 for double). The sum of d corrects the rounding of the mean.
-// Chunks, then segments, are merged exactly in double. Reads the input once from memory.
+// that stay in cache: one pass for the mean, summed in double, and one for the sum of squared
+// deviations from that mean as a float, in float (all in double for double). Chunks, then
+// segments, are merged exactly in double. Reads the input once from memory.
 
 #include <vector>
 
@@ -16,11 +16,11 @@
 namespace syncbn::cpu {
 namespace {
 
-// Moments of a chunk from its sums around a centre close to its mean.
-SYNCBN_INLINE Moments from_deviations(double count, double center, double sum, double sum_squares) {
-  const double correction = sum / count;
-  const double m2 = sum_squares - sum * correction;
-  return {count, center + correction, m2 < 0 ? 0 : m2};
+// Moments of a chunk, from its squared deviations from a centre that is its mean but for rounding.
+SYNCBN_INLINE Moments from_deviations(double count, double mean, double center, double squares) {
+  const double rounding = mean - center;
+  const double m2 = squares - count * rounding * rounding;
+  return {count, mean, m2 < 0 ? 0 : m2};
 }
 
 template <typename T>
@@ -28,15 +28,15 @@ struct PlanarMoments {
   using A = compute_t<T>;
   static constexpr int L = kLanes<T>;
 
-  static SYNCBN_INLINE A sum_run(const T* x, int64_t n) {
-    A lanes[L] = {};
+  static SYNCBN_INLINE double sum_run(const T* x, int64_t n) {
+    double lanes[L] = {};
+    double total = 0;
     int64_t i = 0;
     for (; i + L <= n; i += L) {
       for (int l = 0; l < L; ++l) {
         lanes[l] += static_cast<A>(x[i + l]);
       }
     }
-    A total = 0;
     for (; i < n; ++i) {
       total += static_cast<A>(x[i]);
     }
@@ -46,31 +46,24 @@ struct PlanarMoments {
     return total;
   }
 
-  static SYNCBN_INLINE void deviate_run(const T* x, int64_t n, A center, double& sum,
-                                        double& sum_squares) {
+  static SYNCBN_INLINE double squares_run(const T* x, int64_t n, A center) {
     A lanes[L] = {};
-    A square_lanes[L] = {};
+    double total = 0;
     int64_t i = 0;
     for (; i + L <= n; i += L) {
       for (int l = 0; l < L; ++l) {
         const A d = static_cast<A>(x[i + l]) - center;
-        lanes[l] += d;
-        square_lanes[l] += d * d;
+        lanes[l] += d * d;
       }
     }
-    A total = 0;
-    A total_squares = 0;
     for (; i < n; ++i) {
       const A d = static_cast<A>(x[i]) - center;
-      total += d;
-      total_squares += d * d;
+      total += d * d;
     }
     for (int l = 0; l < L; ++l) {
       total += lanes[l];
-      total_squares += square_lanes[l];
     }
-    sum += total;
-    sum_squares += total_squares;
+    return total;
   }
 
   static SYNCBN_INLINE void run(const T* x, Geometry geometry, int64_t channel, int64_t begin,
@@ -85,15 +78,15 @@ struct PlanarMoments {
         sum += sum_run(x + runs.offset, n);
         runs.advance(n);
       }
-      const A center = static_cast<A>(sum / count);
-      double deviation = 0;
+      const double mean = sum / count;
+      const A center = static_cast<A>(mean);
       double squares = 0;
       for (Runs runs(geometry, channel, chunk, chunk_end); runs.left > 0;) {
         const int64_t n = runs.length();
-        deviate_run(x + runs.offset, n, center, deviation, squares);
+        squares += squares_run(x + runs.offset, n, center);
         runs.advance(n);
       }
-      total.merge(from_deviations(count, center, deviation, squares));
+      total.merge(from_deviations(count, mean, center, squares));
     }
     *out = total;
   }
@@ -106,35 +99,51 @@ struct MatrixMoments {
   // x is the item's top left value; rows are `stride` values apart; width <= kMatrixBlock.
   static SYNCBN_INLINE void run(const T* x, int64_t rows, int64_t stride, int64_t width,
                                 Moments* out) {
+    alignas(64) double mean[kMatrixBlock];
     alignas(64) A center[kMatrixBlock];
-    alignas(64) A deviation[kMatrixBlock];
     alignas(64) A squares[kMatrixBlock];
     for (int64_t first = 0; first < rows; first += kMatrixChunk) {
       const int64_t count = std::min(kMatrixChunk, rows - first);
       const T* chunk = x + first * stride;
       for (int64_t c = 0; c < width; ++c) {
-        center[c] = deviation[c] = squares[c] = 0;
+        mean[c] = 0;
+        squares[c] = 0;
       }
-      for (int64_t r = 0; r < count; ++r) {
+      int64_t r = 0;
+      for (; r + 4 <= count; r += 4) {  // four rows for each visit of the accumulators
         const T* row = chunk + r * stride;
         for (int64_t c = 0; c < width; ++c) {
-          center[c] += static_cast<A>(row[c]);
+          mean[c] += (static_cast<A>(row[c]) + static_cast<A>(row[stride + c])) +
+                     (static_cast<A>(row[2 * stride + c]) + static_cast<A>(row[3 * stride + c]));
+        }
+      }
+      for (; r < count; ++r) {
+        for (int64_t c = 0; c < width; ++c) {
+          mean[c] += static_cast<A>(chunk[r * stride + c]);
         }
       }
       for (int64_t c = 0; c < width; ++c) {
-        center[c] /= static_cast<A>(count);
+        mean[c] /= static_cast<double>(count);
+        center[c] = static_cast<A>(mean[c]);
       }
-      for (int64_t r = 0; r < count; ++r) {
+      for (r = 0; r + 4 <= count; r += 4) {
         const T* row = chunk + r * stride;
         for (int64_t c = 0; c < width; ++c) {
-          const A d = static_cast<A>(row[c]) - center[c];
-          deviation[c] += d;
+          const A d0 = static_cast<A>(row[c]) - center[c];
+          const A d1 = static_cast<A>(row[stride + c]) - center[c];
+          const A d2 = static_cast<A>(row[2 * stride + c]) - center[c];
+          const A d3 = static_cast<A>(row[3 * stride + c]) - center[c];
+          squares[c] += (d0 * d0 + d1 * d1) + (d2 * d2 + d3 * d3);
+        }
+      }
+      for (; r < count; ++r) {
+        for (int64_t c = 0; c < width; ++c) {
+          const A d = static_cast<A>(chunk[r * stride + c]) - center[c];
           squares[c] += d * d;
         }
       }
       for (int64_t c = 0; c < width; ++c) {
-        out[c].merge(from_deviations(static_cast<double>(count), center[c], deviation[c],
-                                     squares[c]));
+        out[c].merge(from_deviations(static_cast<double>(count), mean[c], center[c], squares[c]));
       }
     }
   }
@@ -166,17 +175,17 @@ Tensor batch_norm_stats(const Tensor& input) {
   dispatch_float(input.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* x = static_cast<const T*>(input.const_data_ptr());
-    for_each_item(geometry, partition,
-                  [&](int64_t segment, int64_t channel, int64_t end_channel, int64_t begin,
-                      int64_t end) {
-                    Moments* out = &partials[segment * channels + channel];
-                    if (geometry.is_matrix()) {
-                      matrix_moments(x + begin * channels + channel, end - begin, channels,
-                                     end_channel - channel, out);
-                    } else {
-                      run<PlanarMoments<T>>(x, geometry, channel, begin, end, out);
-                    }
-                  });
+    for_each_item(
+        geometry, partition,
+        [&](int64_t segment, int64_t channel, int64_t end_channel, int64_t begin, int64_t end) {
+          Moments* out = &partials[segment * channels + channel];
+          if (geometry.is_matrix()) {
+            matrix_moments(x + begin * channels + channel, end - begin, channels,
+                           end_channel - channel, out);
+          } else {
+            run<PlanarMoments<T>>(x, geometry, channel, begin, end, out);
+          }
+        });
   });
 
   Tensor message = torch::stable::new_empty(input, {2 * channels + 1}, ScalarType::Double);

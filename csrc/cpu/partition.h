@@ -34,8 +34,7 @@ struct Partition {
     const int64_t chunk = geometry.is_matrix() ? kMatrixChunk : kPlanarChunk;
     block_channels = geometry.is_matrix() ? kMatrixBlock : 1;
     blocks = divide_up(geometry.channels, block_channels);
-    const int64_t items =
-        std::clamp<int64_t>(geometry.numel() / kMinValuesPerThread, 1, kMaxItems);
+    const int64_t items = std::clamp<int64_t>(geometry.numel() / kMinValuesPerThread, 1, kMaxItems);
     segment_length = divide_up(positions, divide_up(items, blocks));
     segment_length = std::max<int64_t>(divide_up(segment_length, chunk), 1) * chunk;
     segments = std::max<int64_t>(divide_up(positions, segment_length), 1);
@@ -44,8 +43,7 @@ struct Partition {
 
 // Calls function(segment, first channel, end channel, first position, end position) for each item.
 template <typename Function>
-void for_each_item(const Geometry& geometry, const Partition& partition,
-                   const Function& function) {
+void for_each_item(const Geometry& geometry, const Partition& partition, const Function& function) {
   const int64_t items = partition.segments * partition.blocks;
   const int64_t values_per_item = std::max<int64_t>(geometry.numel() / items, 1);
   torch::stable::parallel_for(
@@ -76,10 +74,9 @@ void for_each_row_range(const Geometry& geometry, const Function& function) {
   const int64_t wide = rows_per_wide_row(channels);
   const int64_t wide_rows = geometry.outer / wide;
   const int64_t width = channels * wide;
-  torch::stable::parallel_for(0, wide_rows, divide_up(kMinValuesPerThread, width),
-                              [&](int64_t begin, int64_t end) {
-                                function(begin * width, end - begin, width);
-                              });
+  torch::stable::parallel_for(
+      0, wide_rows, divide_up(kMinValuesPerThread, width),
+      [&](int64_t begin, int64_t end) { function(begin * width, end - begin, width); });
   if (const int64_t rest = geometry.outer % wide; rest > 0) {
     function(wide_rows * width, rest, channels);
   }
