@@ -1,7 +1,8 @@
 // An input as the kernels see it: a dense (outer, channels, inner) array.
 //
 // inner == 1 is a row-major matrix (rows, channels): 2-D inputs, channels-last inputs of any rank,
-// and maps of one pixel. Everything else is planar: NCHW and its kin. Includes no torch header.
+// and maps of one pixel. Everything else is planar: NCHW and its kin. An empty input is a matrix
+// without rows. Includes no torch header.
 #pragma once
 
 #include <cstdint>
@@ -56,8 +57,10 @@ inline std::optional<Geometry> find_geometry(const int64_t* sizes, const int64_t
   for (int64_t d = 2; d < dim; ++d) {
     geometry.inner *= sizes[d];
   }
-  const bool empty = geometry.numel() == 0;
-  if (empty || detail::is_dense(sizes, strides, dim, /*channels_fastest=*/false)) {
+  if (geometry.numel() == 0) {
+    return Geometry{0, sizes[1], 1};
+  }
+  if (detail::is_dense(sizes, strides, dim, /*channels_fastest=*/false)) {
     if (geometry.channels == 1) {  // all values belong to one channel: one plane
       geometry.inner *= geometry.outer;
       geometry.outer = 1;

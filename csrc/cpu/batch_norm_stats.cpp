@@ -5,6 +5,7 @@
 // deviations from that mean as a float, in float (all in double for double). Chunks, then
 // segments, are merged exactly in double. Reads the input once from memory.
 
+#include <type_traits>
 #include <vector>
 
 #include "../common/checks.h"
@@ -95,6 +96,8 @@ struct PlanarMoments {
 template <typename T>
 struct MatrixMoments {
   using A = compute_t<T>;
+  // Four 16-bit values add up exactly in float, four floats only in double.
+  using Sum = std::conditional_t<sizeof(T) == 2, float, double>;
 
   // x is the item's top left value; rows are `stride` values apart; width <= kMatrixBlock.
   static SYNCBN_INLINE void run(const T* x, int64_t rows, int64_t stride, int64_t width,
@@ -113,8 +116,9 @@ struct MatrixMoments {
       for (; r + 4 <= count; r += 4) {  // four rows for each visit of the accumulators
         const T* row = chunk + r * stride;
         for (int64_t c = 0; c < width; ++c) {
-          mean[c] += (static_cast<A>(row[c]) + static_cast<A>(row[stride + c])) +
-                     (static_cast<A>(row[2 * stride + c]) + static_cast<A>(row[3 * stride + c]));
+          mean[c] +=
+              (static_cast<Sum>(row[c]) + static_cast<Sum>(row[stride + c])) +
+              (static_cast<Sum>(row[2 * stride + c]) + static_cast<Sum>(row[3 * stride + c]));
         }
       }
       for (; r < count; ++r) {

@@ -1,0 +1,97 @@
+"""Shapes, dtypes and layouts that the operators are tested on, and the tolerances, with reasons."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+SHAPES = [
+    (2, 1),  # the smallest batch there is
+    (7, 3),  # 2-D, less than a vector
+    (129, 65),  # 2-D, chunks and vectors with a rest
+    (5, 2049),  # more channels than a block of work, and one over
+    (8, 3, 7),  # 3-D
+    (2, 3, 5, 7),  # primes
+    (3, 64, 1, 1),  # one pixel
+    (4, 1, 9, 11),  # one channel
+    (3, 17, 7, 7),  # the small maps of a ResNet's end
+    (1, 5, 61, 67),  # one sample, planes over several chunks
+    (2, 3, 4, 5, 6),  # 5-D
+    (2, 2, 3, 2, 3, 2),  # 6-D
+    (3, 2, 131, 257),  # several items of work for each channel
+]
+
+EMPTY_SHAPES = [(0, 3), (0, 3, 4, 4), (2, 3, 0), (2, 3, 0, 5)]
+
+
+def layouts(shape: tuple[int, ...]) -> list[str]:
+    return ["contiguous"] if len(shape) == 2 else ["contiguous", "channels_last"]
+
+
+def all_cases() -> list[object]:
+    return [
+        pytest.param(shape, layout, dtype, id=f"{shape}-{layout}-{str(dtype)[6:]}")
+        for shape in SHAPES
+        for layout in layouts(shape)
+        for dtype in DTYPES
+    ]
+
+
+def make_input(
+    shape: tuple[int, ...],
+    layout: str,
+    dtype: torch.dtype,
+    *,
+    mean: float = 1.0,
+    std: float = 2.0,
+    seed: int = 0,
+) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, dtype=torch.float64, generator=generator) * std + mean
+    return to_layout(x.to(dtype), layout)
+
+
+def to_layout(x: Tensor, layout: str) -> Tensor:
+    if layout == "contiguous":
+        return x.contiguous()
+    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def reduced_dims(x: Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def per_channel(values: Tensor, like: Tensor) -> Tensor:
+    return values.view((1, -1) + (1,) * (like.dim() - 2))
+
+
+def reference_moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance in float64, by the textbook's two passes."""
+    x = x.double()
+    mean = x.mean(reduced_dims(x))
+    return mean, (x - per_channel(mean, x)).square().mean(reduced_dims(x))
+
+
+def assert_normalised_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    """Compare values that were computed in float (double for double) and rounded to ``dtype``.
+
+    One rounding to dtype is half of its eps, relative. The arithmetic before it is a handful of
+    float operations on values of order one: 8 eps of the compute type, of the largest value.
+    """
+    compute_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
+    torch.testing.assert_close(
+        actual.double(), expected, rtol=torch.finfo(dtype).eps, atol=8 * compute_eps * scale
+    )
+
+
+def sum_tolerance(dtype: torch.dtype, terms: Tensor) -> Tensor:
+    """Bound the error of a sum per channel whose terms are added in float chunks of at most 64.
+
+    64 roundings of half an eps of the sum of magnitudes is the worst case; double adds the chunks.
+    """
+    compute_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    return 32 * compute_eps * terms.abs().sum(reduced_dims(terms)) + math.ulp(1.0)

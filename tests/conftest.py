@@ -1,0 +1,32 @@
+from collections.abc import Callable, Iterator
+
+import pytest
+from ranks import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """``ranks(world_size)``: processes that live as long as the session."""
+    pools: dict[int, Ranks] = {}
+
+    def get(world_size: int) -> Ranks:
+        return pools.setdefault(world_size, Ranks(world_size))
+
+    yield get
+    for pool in pools.values():
+        pool.__exit__()
+
+
+@pytest.fixture(params=[1, 2, 3], ids=lambda n: f"world{n}")
+def any_world(request: pytest.FixtureRequest, ranks: Callable[[int], Ranks]) -> Ranks:
+    return ranks(request.param)
+
+
+@pytest.fixture
+def two_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
+    return ranks(2)
+
+
+@pytest.fixture
+def three_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
+    return ranks(3)

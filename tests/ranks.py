@@ -1,0 +1,186 @@
+"""Runs functions of a test file on several ranks at once, over gloo.
+
+Starting a process and importing torch takes seconds, so one set of processes serves many cases:
+``Ranks.run`` sends them a function by name and its arguments, and returns each rank's result. A
+case that hangs fails within a minute with each rank's stack; processes never outlive their set.
+"""
+
+import contextlib
+import faulthandler
+import importlib.util
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported within a minute
+COLLECTIVE_SECONDS = 40  # a collective gives up before its case does
+
+
+class RankError(AssertionError):
+    """What went wrong on the ranks, with each rank's traceback or stack."""
+
+
+class Failure:
+    """An exception that a rank's function raised, or how its process ended."""
+
+    def __init__(self, kind: str, message: str, text: str) -> None:
+        self.kind, self.message, self.text = kind, message, text
+
+    def __repr__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+class Ranks:
+    """``world_size`` processes in one gloo group; a context manager."""
+
+    def __init__(
+        self,
+        world_size: int,
+        env: dict[str, str] | None = None,
+        case_seconds: float = CASE_SECONDS,
+    ) -> None:
+        self.world_size = world_size
+        self.env = env or {}
+        self.case_seconds = case_seconds
+        self.folder = tempfile.TemporaryDirectory(prefix="syncbn-ranks-")
+        self.processes: list[Any] = []
+        self.pipes: list[Any] = []
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.stop()
+        self.folder.cleanup()
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        store = Path(tempfile.mkdtemp(dir=self.folder.name)) / "store"
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(rank, self.world_size, str(store), theirs, self._stack(rank), self.env),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.pipes.append(ours)
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+    def run(self, function: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return ``function(rank, world_size, ...)`` of each rank; raise if one failed."""
+        outcomes = self.outcomes(function, *args, **kwargs)
+        if any(isinstance(outcome, Failure) for outcome in outcomes):
+            text = "\n".join(
+                f"--- rank {rank}: " + (o.text if isinstance(o, Failure) else "finished")
+                for rank, o in enumerate(outcomes)
+            )
+            raise RankError(f"{function.__name__} failed\n{text}")
+        return outcomes
+
+    def outcomes(self, function: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        """Return each rank's result, or a :class:`Failure`."""
+        if not self.processes:
+            self.start()
+        target = (function.__code__.co_filename, function.__qualname__, args, kwargs)
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.send(target)
+        deadline = time.monotonic() + self.case_seconds
+        outcomes: list[Any] = [None] * self.world_size
+        waiting = dict(enumerate(self.pipes))
+        while waiting and time.monotonic() < deadline:
+            for pipe in multiprocessing.connection.wait(list(waiting.values()), timeout=1):
+                rank = self.pipes.index(pipe)
+                del waiting[rank]
+                try:
+                    outcomes[rank] = pipe.recv()
+                except EOFError:
+                    self.processes[rank].join()
+                    code = self.processes[rank].exitcode
+                    name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                    outcomes[rank] = Failure("died", name, f"the process died: {name}")
+        for rank in waiting:
+            outcomes[rank] = Failure("hung", "", f"hung\n{self._dump_stack(rank)}")
+        if any(isinstance(outcome, Failure) for outcome in outcomes):
+            self.stop()  # the group may be unusable now
+        return outcomes
+
+    def _stack(self, rank: int) -> str:
+        return str(Path(self.folder.name) / f"stack-{rank}")
+
+    def _dump_stack(self, rank: int) -> str:
+        stack = Path(self._stack(rank))
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        for _ in range(20):
+            time.sleep(0.1)
+            if stack.exists() and stack.stat().st_size:
+                return stack.read_text()
+        return "(no stack: it hangs outside of Python's reach)"
+
+
+def _serve(
+    rank: int, world_size: int, store: str, pipe: Any, stack: str, env: dict[str, str]
+) -> None:
+    parent = os.getppid()
+    faulthandler.register(signal.SIGUSR1, open(stack, "w"), all_threads=True)
+    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **env})
+
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+    )
+    while True:
+        try:
+            file, name, args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            outcome = _load(file, name)(rank, world_size, *args, **kwargs)
+        except BaseException as error:
+            outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send(outcome)
+
+
+def _exit_with_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def _load(file: str, name: str) -> Any:
+    module_name = f"ranks_{Path(file).stem}"
+    if module_name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(module_name, file)
+        assert spec is not None and spec.loader is not None
+        sys.modules[module_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module_name])
+    return getattr(sys.modules[module_name], name)

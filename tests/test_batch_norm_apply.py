@@ -1,0 +1,132 @@
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    EMPTY_SHAPES,
+    all_cases,
+    assert_normalised_close,
+    make_input,
+    per_channel,
+    reference_moments,
+)
+
+from syncbn import ops
+
+
+def apply(x, *, weight=None, bias=None, mean=None, var=None, tracked=None, momentum=0.1, eps=1e-5):
+    totals = ops.batch_norm_stats(x)
+    return ops.batch_norm_apply(x, totals, weight, bias, mean, var, tracked, momentum, eps)
+
+
+@pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
+def test_output_matches_float64(shape, layout, dtype):
+    x = make_input(shape, layout, dtype)
+    channels = shape[1]
+    generator = torch.Generator().manual_seed(1)
+    parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = torch.randn(channels, generator=generator, dtype=parameter_dtype)
+    bias = torch.randn(channels, generator=generator, dtype=parameter_dtype)
+    output, mean, invstd, count = apply(x, weight=weight, bias=bias)
+
+    expected_mean, expected_var = reference_moments(x)
+    expected_invstd = (expected_var + 1e-5).rsqrt()
+    xhat = (x.double() - per_channel(expected_mean, x)) * per_channel(expected_invstd, x)
+    expected = xhat * per_channel(weight.double(), x) + per_channel(bias.double(), x)
+    assert output.dtype == dtype and output.stride() == x.stride()
+    assert_normalised_close(output, expected, dtype)
+    assert mean.dtype == invstd.dtype == count.dtype == torch.float64
+    assert count.tolist() == [x.numel() / channels]
+    # float sums of a few dozen values, in double from there on
+    torch.testing.assert_close(mean, expected_mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(invstd, expected_invstd, rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_large_mean_does_not_cost_the_output(layout):
+    x = make_input((16, 5, 24, 24), layout, torch.float32, mean=1e3, std=1.0)
+    output, *_ = apply(x)
+    mean, var = reference_moments(x)
+    expected = (x.double() - per_channel(mean, x)) * per_channel((var + 1e-5).rsqrt(), x)
+    # A mean rounded to float32 would cost 3e-5 here.
+    torch.testing.assert_close(output.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("buffer_dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_running_statistics_move_towards_mean_and_unbiased_variance(buffer_dtype):
+    x = make_input((4, 3, 5), "contiguous", torch.bfloat16)
+    mean = torch.tensor([1.0, -1.0, 0.5], dtype=buffer_dtype)
+    var = torch.tensor([2.0, 1.0, 0.5], dtype=buffer_dtype)
+    tracked = torch.tensor(7)
+    expected_mean, expected_var = reference_moments(x)
+    expected_mean = 0.7 * mean.double() + 0.3 * expected_mean
+    expected_var = 0.7 * var.double() + 0.3 * expected_var * 20 / 19
+    apply(x, mean=mean, var=var, tracked=tracked, momentum=0.3)
+    eps = max(torch.finfo(buffer_dtype).eps, 1e-6)  # the buffer's rounding, the statistics' own
+    torch.testing.assert_close(mean.double(), expected_mean, rtol=eps, atol=1e-7)
+    torch.testing.assert_close(var.double(), expected_var, rtol=eps, atol=1e-7)
+    assert tracked.item() == 8
+
+
+def test_cumulative_average():
+    mean, var, tracked = torch.zeros(2), torch.ones(2), torch.tensor(0)
+    batches = [make_input((6, 2), "contiguous", torch.float32, seed=seed) for seed in range(3)]
+    for x in batches:
+        apply(x, mean=mean, var=var, tracked=tracked, momentum=None)
+    # three float32 roundings of a running average
+    torch.testing.assert_close(mean, torch.stack([x.mean(0) for x in batches]).mean(0))
+    torch.testing.assert_close(var, torch.stack([x.var(0) for x in batches]).mean(0))
+    assert tracked.item() == 3
+
+
+def test_strided_parameters_and_buffers():
+    x = make_input((4, 3, 5), "contiguous", torch.float32)
+    table = torch.rand(3, 4)
+    expected = table.clone()
+    columns, copies = table.unbind(1), [c.clone() for c in expected.unbind(1)]
+    output, *_ = apply(x, weight=columns[0], bias=columns[1], mean=columns[2], var=columns[3])
+    dense, *_ = apply(x, weight=copies[0], bias=copies[1], mean=copies[2], var=copies[3])
+    assert torch.equal(output, dense)
+    assert torch.equal(table, torch.stack(copies, 1))
+    assert not torch.equal(table[:, 2:], expected[:, 2:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", EMPTY_SHAPES)
+def test_empty_group_updates_nothing(shape, dtype):
+    x = torch.empty(shape, dtype=dtype)
+    mean, var, tracked = torch.full((3,), 0.25), torch.full((3,), 0.5), torch.tensor(3)
+    output, *statistics = apply(x, mean=mean, var=var, tracked=tracked, momentum=None)
+    assert output.shape == x.shape and output.dtype == dtype
+    assert all(torch.isfinite(t).all() for t in statistics)
+    assert mean.tolist() == [0.25] * 3 and var.tolist() == [0.5] * 3 and tracked.item() == 3
+
+
+def test_one_value_in_the_group_gives_no_infinite_variance():
+    mean, var = torch.zeros(2), torch.ones(2)
+    output, *_ = apply(torch.tensor([[3.0, 4.0]]), mean=mean, var=var, momentum=0.5)
+    assert output.tolist() == [[0.0, 0.0]]
+    assert mean.tolist() == [1.5, 2.0] and var.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_bad_channel_keeps_its_running_statistics(bad):
+    x = make_input((3, 4, 6), "contiguous", torch.float32)
+    clean, *_ = apply(x)
+    x[0, 2, 0] = bad
+    mean, var, tracked = torch.zeros(4), torch.ones(4), torch.tensor(0)
+    output, *_ = apply(x, mean=mean, var=var, tracked=tracked)
+    assert torch.isnan(output[:, 2]).all()
+    others = [0, 1, 3]
+    assert torch.equal(output[:, others], clean[:, others])
+    assert mean[2] == 0 and var[2] == 1 and tracked.item() == 1
+    assert (mean[others] != 0).all()
+
+
+def test_withdrawn_rank_is_an_error_and_changes_nothing():
+    x = make_input((3, 2), "contiguous", torch.float32)
+    totals = ops.batch_norm_stats(x)
+    totals[-1] = torch.nan
+    mean, var, tracked = torch.zeros(2), torch.ones(2), torch.tensor(0)
+    with pytest.raises(RuntimeError, match="another rank of the process group withdrew"):
+        ops.batch_norm_apply(x, totals, None, None, mean, var, tracked, 0.1, 1e-5)
+    assert mean.tolist() == [0, 0] and var.tolist() == [1, 1] and tracked.item() == 0

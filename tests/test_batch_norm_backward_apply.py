@@ -1,0 +1,44 @@
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    EMPTY_SHAPES,
+    all_cases,
+    assert_normalised_close,
+    make_input,
+    per_channel,
+    reference_moments,
+)
+
+from syncbn import ops
+
+
+@pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
+def test_grad_input_matches_float64(shape, layout, dtype):
+    x = make_input(shape, layout, dtype)
+    dy = make_input(shape, layout, dtype, mean=0.1, seed=1)
+    mean, var = reference_moments(x)
+    invstd = (var + 1e-5).rsqrt()
+    channels = shape[1]
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(channels, generator=generator, dtype=torch.float64)
+    # Sums and a count as of a larger group: any will do for the formula.
+    sums = torch.randn(2 * channels, generator=generator, dtype=torch.float64) * 5
+    count = torch.tensor([2.0 * x.numel() / channels], dtype=torch.float64)
+    grad_input = ops.batch_norm_backward_apply(dy, x, mean, invstd, weight, sums, count)
+
+    xhat = (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
+    mean_dy, mean_dy_xhat = (per_channel(s, x) for s in (sums / count).chunk(2))
+    expected = (dy.double() - mean_dy - xhat * mean_dy_xhat) * per_channel(weight * invstd, x)
+    assert grad_input.dtype == dtype and grad_input.stride() == x.stride()
+    assert_normalised_close(grad_input, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", EMPTY_SHAPES)
+def test_empty_input(shape, dtype):
+    x = torch.empty(shape, dtype=dtype)
+    zeros, ones = torch.zeros(3).double(), torch.ones(3).double()
+    sums, count = torch.zeros(6).double(), torch.zeros(1).double()
+    grad = ops.batch_norm_backward_apply(x, x, zeros, ones, None, sums, count)
+    assert grad.shape == x.shape and grad.dtype == dtype

@@ -1,0 +1,100 @@
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    EMPTY_SHAPES,
+    all_cases,
+    make_input,
+    per_channel,
+    reduced_dims,
+    reference_moments,
+    sum_tolerance,
+)
+
+from syncbn import ops
+
+
+def read_message(message, channels):
+    count = message[-1]
+    mean = message[:channels] / count
+    return mean, message[channels:-1] / count - mean * mean, count
+
+
+@pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
+def test_moments_match_float64(shape, layout, dtype):
+    x = make_input(shape, layout, dtype)
+    message = ops.batch_norm_stats(x)
+    assert message.dtype == torch.float64
+    assert message.shape == (2 * shape[1] + 1,)
+
+    mean, var, count = read_message(message, shape[1])
+    expected_mean, expected_var = reference_moments(x)
+    n = x.numel() / shape[1]
+    assert count == n
+    assert ((mean - expected_mean).abs() <= sum_tolerance(dtype, x.double()) / n).all()
+    deviations = x.double() - per_channel(expected_mean, x)
+    # The message's own rounding: float64's eps of the mean square.
+    message_error = 4 * torch.finfo(torch.float64).eps * (expected_mean.square() + expected_var)
+    squares_error = sum_tolerance(dtype, deviations.square()) / n
+    assert ((var - expected_var).abs() <= squares_error + message_error).all()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("ratio", [1e2, 1e3, 1e4])
+def test_variance_survives_a_large_mean(layout, ratio):
+    x = make_input((16, 5, 24, 24), layout, torch.float32, mean=ratio, std=1.0)
+    _, var, _ = read_message(ops.batch_norm_stats(x), 5)
+    # 1.1e-16 * mean²/var from the message, and a few roundings of the float sum of squares.
+    bound = 4 * 1.1e-16 * ratio**2 + 1e-6
+    _, expected = reference_moments(x)
+    torch.testing.assert_close(var, expected, rtol=bound, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", EMPTY_SHAPES)
+def test_empty_input_sends_zeros(shape, dtype):
+    message = ops.batch_norm_stats(torch.empty(shape, dtype=dtype))
+    assert torch.equal(message, torch.zeros(2 * shape[1] + 1, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_constant_channel_has_no_variance(dtype):
+    message = ops.batch_norm_stats(torch.full((4, 2, 33), 3.0, dtype=dtype))
+    _, var, _ = read_message(message, 2)
+    assert torch.equal(var, torch.zeros(2, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_bad_value_stays_in_its_channel(bad, layout):
+    x = make_input((3, 5, 7, 7), layout, torch.float32)
+    clean = ops.batch_norm_stats(x)
+    x[1, 2, 3, 4] = bad
+    message = ops.batch_norm_stats(x)
+    spoiled = [2, 5 + 2]
+    assert not torch.isfinite(message[spoiled]).any()
+    kept = [i for i in range(11) if i not in spoiled]
+    assert torch.equal(message[kept], clean[kept])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_unaligned_storage(layout, dtype):
+    x = make_input((3, 5, 7, 7), layout, dtype)
+    moved = torch.empty(x.numel() + 1, dtype=dtype)[1:].as_strided(x.shape, x.stride(), 1).copy_(x)
+    assert moved.data_ptr() % (2 * moved.element_size()) != 0 or moved.element_size() == 8
+    assert torch.equal(ops.batch_norm_stats(moved), ops.batch_norm_stats(x))
+
+
+def test_channels_last_and_contiguous_agree():
+    x = make_input((3, 17, 7, 7), "contiguous", torch.float64)
+    a = ops.batch_norm_stats(x)
+    b = ops.batch_norm_stats(x.contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(a, b, rtol=1e-14, atol=0.0)  # the order of double sums
+
+
+def test_sums_are_of_each_channel_alone():
+    x = torch.zeros(2, 3, 4)
+    x[:, 1] = 1.0
+    assert ops.batch_norm_stats(x).tolist() == [0, 8, 0, 0, 8, 0, 8]
+    assert reduced_dims(x) == [0, 2]

@@ -1,0 +1,68 @@
+"""The test helper itself: it must neither hide a failure nor leave a process behind."""
+
+import os
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import CASE_SECONDS, Failure, RankError, Ranks
+
+
+def add_ranks(rank, world_size, offset):
+    total = torch.tensor(float(rank + offset))
+    dist.all_reduce(total)
+    return total.item()
+
+
+def fail_on_one(rank, world_size):
+    if rank == 1:
+        raise ValueError("rank one is unwell")
+    return rank
+
+
+def hang_on_one(rank, world_size):
+    if rank == 1:
+        while True:
+            time.sleep(0.1)
+
+
+def die_on_one(rank, world_size):
+    if rank == 1:
+        os._exit(7)
+    return os.getpid()
+
+
+def test_results_of_each_rank_come_back(any_world):
+    expected = sum(rank + 5.0 for rank in range(any_world.world_size))
+    assert any_world.run(add_ranks, 5) == [expected] * any_world.world_size
+
+
+def test_failure_names_the_rank_and_shows_its_traceback():
+    with Ranks(2) as ranks, pytest.raises(RankError, match=r"(?s)rank 1: Traceback.*is unwell"):
+        ranks.run(fail_on_one)
+
+
+def test_set_is_usable_after_a_failure():
+    with Ranks(2) as ranks:
+        ranks.outcomes(fail_on_one)
+        assert ranks.run(add_ranks, 0) == [1.0, 1.0]
+
+
+def test_hang_fails_in_time_with_the_stack():
+    start = time.monotonic()
+    with (
+        Ranks(2, case_seconds=8) as ranks,
+        pytest.raises(RankError, match=r"(?s)rank 1: hung.*in hang_on_one"),
+    ):
+        ranks.run(hang_on_one)
+    report_seconds = time.monotonic() - start - 8
+    assert CASE_SECONDS + report_seconds < 60
+
+
+def test_death_is_told_from_failure_and_nothing_outlives_it():
+    with Ranks(2) as ranks:
+        survivor, dead = ranks.outcomes(die_on_one)
+    assert isinstance(dead, Failure) and dead.message == "exit code 7"
+    assert not psutil.pid_exists(survivor)
