@@ -10,7 +10,9 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     pools: dict[int, Ranks] = {}
 
     def get(world_size: int) -> Ranks:
-        return pools.setdefault(world_size, Ranks(world_size))
+        if world_size not in pools:
+            pools[world_size] = Ranks(world_size)
+        return pools[world_size]
 
     yield get
     for pool in pools.values():

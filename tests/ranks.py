@@ -142,7 +142,8 @@ def _serve(
     rank: int, world_size: int, store: str, pipe: Any, stack: str, env: dict[str, str]
 ) -> None:
     parent = os.getppid()
-    faulthandler.register(signal.SIGUSR1, open(stack, "w"), all_threads=True)
+    stack_file = open(stack, "w")  # noqa: SIM115 - open as long as the process
+    faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **env})
 

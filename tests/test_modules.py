@@ -1,0 +1,183 @@
+"""SyncBatchNorm as a module: torch's constructor, state and repr, copies and pickles."""
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import DTYPES, make_input
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import syncbn
+from syncbn import SyncBatchNorm
+
+OPTIONS = [
+    {},
+    {"affine": False},
+    {"track_running_stats": False},
+    {"momentum": None},
+    {"eps": 1e-3, "momentum": 0.3},
+    {"dtype": torch.float64},
+]
+
+
+def test_signature_is_torchs():
+    ours = list(inspect.signature(SyncBatchNorm.__init__).parameters.values())
+    theirs = list(inspect.signature(nn.SyncBatchNorm.__init__).parameters.values())
+    assert [(p.name, p.default) for p in ours if p.name != "bias"] == [
+        (p.name, p.default) for p in theirs if p.name != "bias"
+    ]
+    assert ours[-1].name == "bias" and ours[-1].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def test_base_class():
+    assert issubclass(SyncBatchNorm, _BatchNorm)
+    assert not issubclass(SyncBatchNorm, nn.SyncBatchNorm)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_state_dict_moves_both_ways(options):
+    ours, theirs = SyncBatchNorm(4, **options), nn.SyncBatchNorm(4, **options)
+    for a, b in ((ours, theirs), (theirs, ours)):
+        with torch.no_grad():
+            for value in a.state_dict().values():
+                value.copy_(torch.rand(value.shape) * 9)
+        b.load_state_dict(a.state_dict())
+        for key, value in a.state_dict().items():
+            assert torch.equal(b.state_dict()[key], value)
+            assert b.state_dict()[key].dtype == value.dtype
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    assert ours.state_dict()._metadata == theirs.state_dict()._metadata
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_repr_and_attributes_are_torchs(options):
+    ours, theirs = SyncBatchNorm(4, **options), nn.SyncBatchNorm(4, **options)
+    assert repr(ours) == repr(theirs)
+    names = ["num_features", "eps", "momentum", "affine", "track_running_stats", "process_group"]
+    for name in names:
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+def test_bias_false():
+    layer = SyncBatchNorm(3, bias=False)
+    assert layer.bias is None and layer.weight is not None
+    assert list(layer.state_dict()) == [
+        "weight",
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+    ]
+    x = make_input((4, 3, 5), "contiguous", torch.float32)
+    expected = nn.BatchNorm1d(3, affine=False)(x)
+    torch.testing.assert_close(layer(x), expected)  # float32 rounding
+
+
+def test_old_checkpoint_without_batch_counter_loads():
+    state = SyncBatchNorm(3).state_dict()
+    del state["num_batches_tracked"]
+    state._metadata[""]["version"] = 1
+    layer = SyncBatchNorm(3)
+    layer.load_state_dict(state)
+    assert layer.num_batches_tracked.item() == 0
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("training", [True, False])
+def test_one_process_equals_batch_norm(options, training):
+    torch.manual_seed(0)
+    options = {"dtype": torch.float64, **options}
+    ours = SyncBatchNorm(5, **options).train(training)
+    theirs = nn.BatchNorm2d(5, **options).train(training)
+    for step in range(3):
+        x = make_input((4, 5, 3, 2), "contiguous", torch.float64, seed=step)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        ya, yb = ours(a), theirs(b)
+        ya.square().sum().backward()
+        yb.square().sum().backward()
+        torch.testing.assert_close(ya, yb)  # float64 rounding
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-7, atol=1e-11)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    for p, q in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+def test_statistics_are_left_alone_when_tracking_is_switched_off():
+    layer = SyncBatchNorm(3)
+    layer.track_running_stats = False
+    layer(make_input((4, 3), "contiguous", torch.float32))
+    assert layer.num_batches_tracked.item() == 0 and not layer.running_mean.any()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("buffers", [torch.float32, torch.float64, "input"])
+@pytest.mark.parametrize("parameters", [torch.float32, torch.float64, "input"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mixed_dtypes(dtype, parameters, buffers, training):
+    x = make_input((8, 3, 4), "contiguous", dtype)
+    layer = SyncBatchNorm(3).train(training)
+    parameters = dtype if parameters == "input" else parameters
+    buffers = dtype if buffers == "input" else buffers
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(parameters)
+    layer.running_mean = layer.running_mean.to(buffers)
+    layer.running_var = layer.running_var.to(buffers)
+    y = layer(x)
+    y.sum().backward()
+    assert y.dtype == dtype and layer.weight.grad.dtype == parameters
+    assert layer.running_mean.dtype == buffers
+    expected = nn.BatchNorm1d(3).double().train(training)(x.double())
+    # one rounding of the output, and in evaluation possibly of 16-bit statistics
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(y.double(), expected, rtol=2 * eps, atol=4 * eps)
+
+
+def test_half_module_counts_past_65504():
+    x = torch.randn(2, 2, 190, 190).half()  # 72,200 values per channel
+    layer = SyncBatchNorm(2).half()
+    y = layer(x).double()
+    assert y.mean().abs() < 1e-3 and (y.var() - 1).abs() < 1e-3  # half's rounding
+
+
+def share_group(rank, world_size):
+    group = dist.new_group([0, 1])
+    layer = SyncBatchNorm(3, process_group=group)
+    model = nn.Sequential(layer, nn.ReLU(), layer)
+    deep = copy.deepcopy(model)
+    shallow = copy.copy(layer)
+    stream = io.BytesIO()
+    import warnings
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.save(model, stream)
+        loaded = pickle.loads(pickle.dumps(layer))
+    x = make_input((2, 3), "contiguous", torch.float32, seed=rank)
+    return {
+        "deep shares": deep[0].process_group is group and deep[0] is deep[2],
+        "deep is a copy": deep[0].weight is not layer.weight,
+        "shallow shares": shallow.process_group is group and shallow.weight is layer.weight,
+        "pickle drops": loaded.process_group is None and layer.process_group is group,
+        "pickle says so": any("cannot be pickled" in str(w.message) for w in caught),
+        "copy works": torch.equal(deep[0](x), layer(x)),
+    }
+
+
+def test_copies_share_the_group_and_pickles_drop_it(two_ranks):
+    for facts in two_ranks.run(share_group):
+        assert all(facts.values()), facts
+
+
+def test_pickle_without_group_says_nothing():
+    layer = pickle.loads(pickle.dumps(SyncBatchNorm(3)))
+    assert isinstance(layer, SyncBatchNorm) and layer.process_group is None
+
+
+def test_public_names():
+    assert set(syncbn.__all__) <= set(dir(syncbn))
+    assert syncbn.__version__
