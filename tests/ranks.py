@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported within a minute
+AFTER_FAILURE_SECONDS = 10  # for the others, once a rank has failed
 COLLECTIVE_SECONDS = 40  # a collective gives up before its case does
 
 
@@ -113,6 +114,8 @@ class Ranks:
                 del waiting[rank]
                 try:
                     outcomes[rank] = pipe.recv()
+                    if isinstance(outcomes[rank], Failure):
+                        deadline = min(deadline, time.monotonic() + AFTER_FAILURE_SECONDS)
                 except EOFError:
                     self.processes[rank].join()
                     code = self.processes[rank].exitcode

@@ -1,0 +1,183 @@
+"""Bad input: each case has an error of the right type that names what was expected and came."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import make_input
+from ranks import Failure, Ranks
+
+from syncbn import SyncBatchNorm, sync_batch_norm
+
+X = make_input((4, 3, 5), "contiguous", torch.float32)
+
+
+def quantized():
+    return torch.quantize_per_tensor(X, 0.1, 0, torch.quint8)
+
+
+BAD_INPUTS = [
+    (lambda: [1.0], TypeError, r"expected input to be a torch\.Tensor, but got list"),
+    (lambda: torch.rand(3), ValueError, r"^expected at least 2D input \(got 1D input\)"),
+    (lambda: torch.tensor(1.0), ValueError, r"^expected at least 2D input \(got 0D input\)"),
+    (lambda: X[:, :0], ValueError, "^SyncBatchNorm number of input channels should be non-zero"),
+    (lambda: X.repeat(1, 2, 1), ValueError, r"3 channels.*got 6 in input of shape \[4, 6, 5\]"),
+    (lambda: X.long(), TypeError, "dtype float16, .* but got int64"),
+    (lambda: X.cfloat(), TypeError, "but got complex64"),
+    (lambda: X.bool(), TypeError, "but got bool"),
+    (lambda: X.to(torch.float8_e4m3fn), TypeError, "but got float8_e4m3fn"),
+    (lambda: X[0].to_sparse(), TypeError, r"dense input, but got layout torch\.sparse_coo"),
+    (quantized, TypeError, "but got quint8"),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.*quant.*")
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("make", "kind", "message"), BAD_INPUTS)
+def test_bad_input(make, kind, message, training):
+    layer = SyncBatchNorm(3).train(training)
+    state = {key: value.clone() for key, value in layer.state_dict().items()}
+    with pytest.raises(kind, match=message):
+        layer(make())
+    assert all(torch.equal(value, state[key]) for key, value in layer.state_dict().items())
+
+
+GOOD = {
+    "running_mean": torch.zeros(3),
+    "running_var": torch.ones(3),
+    "weight": torch.ones(3),
+    "bias": torch.zeros(3),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize(
+    ("bad", "kind", "message"),
+    [
+        (torch.ones(4), ValueError, r"expected {} to have shape \[3\], but got \[4\]"),
+        (torch.ones(3, 1), ValueError, r"expected {} to have shape \[3\], but got \[3, 1\]"),
+        (torch.ones(3).long(), TypeError, "expected {} to have dtype float32, .* got int64"),
+        (torch.ones(3).half(), TypeError, "expected {} to have dtype float32, .* got float16"),
+        (torch.ones(3, device="meta"), ValueError, "expected {} to be on cpu, .* got meta"),
+        ([1.0, 1.0, 1.0], TypeError, r"expected {} to be a torch\.Tensor or None, but got list"),
+    ],
+)
+def test_bad_channel_vector(name, bad, kind, message, training):
+    with pytest.raises(kind, match=message.format(name)):
+        sync_batch_norm(X, **{**GOOD, name: bad}, training=training)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ["running_mean", "running_var"])
+def test_one_of_the_running_statistics(name, training):
+    missing = {"running_mean": "running_var", "running_var": "running_mean"}[name]
+    with pytest.raises(ValueError, match=f"both of .* or neither, but got only {missing}"):
+        sync_batch_norm(X, **{**GOOD, name: None}, training=training)
+
+
+@pytest.mark.parametrize(
+    ("eps", "kind", "message"),
+    [
+        (-1e-5, ValueError, "expected eps to be finite and not negative, but got -1e-05"),
+        (float("nan"), ValueError, "but got nan"),
+        (float("inf"), ValueError, "but got inf"),
+        ("small", TypeError, "expected eps to be a number, but got str"),
+        (None, TypeError, "expected eps to be a number, but got NoneType"),
+    ],
+)
+def test_bad_eps(eps, kind, message):
+    with pytest.raises(kind, match=message):
+        SyncBatchNorm(3, eps=eps)
+    for training in (True, False):
+        with pytest.raises(kind, match=message):
+            sync_batch_norm(X, **GOOD, training=training, eps=eps)
+
+
+@pytest.mark.parametrize(
+    ("momentum", "kind", "message"),
+    [
+        ("fast", TypeError, "expected momentum to be a number, but got str"),
+        (True, TypeError, "expected momentum to be a number, but got bool"),
+        (float("nan"), ValueError, "expected momentum to be finite, but got nan"),
+    ],
+)
+def test_bad_momentum(momentum, kind, message):
+    with pytest.raises(kind, match=message):
+        SyncBatchNorm(3, momentum=momentum)
+    with pytest.raises(kind, match=message):
+        sync_batch_norm(X, **GOOD, training=True, momentum=momentum)
+    layer = SyncBatchNorm(3)
+    layer.momentum = momentum
+    with pytest.raises(kind, match=message):
+        layer(X)
+
+
+def test_functional_has_no_cumulative_average():
+    with pytest.raises(TypeError, match="expected momentum to be a number, but got NoneType"):
+        sync_batch_norm(X, **GOOD, training=True, momentum=None)
+
+
+@pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)])
+def test_one_value_per_channel_alone(shape):
+    layer = SyncBatchNorm(3)
+    message = r"^Expected more than 1 value per channel when training, got input size torch\.Size"
+    with pytest.raises(ValueError, match=message):
+        layer(torch.rand(shape))
+    assert layer.num_batches_tracked.item() == 0
+    assert layer.eval()(torch.rand(shape)).shape == shape
+
+
+@pytest.mark.parametrize("group", ["nccl", [0, 1], 7, object()])
+def test_process_group_of_the_wrong_kind(group):
+    message = r"expected process_group to be a torch\.distributed\.ProcessGroup or None, but got"
+    with pytest.raises(TypeError, match=message):
+        SyncBatchNorm(3, process_group=group)
+    with pytest.raises(TypeError, match=message):
+        sync_batch_norm(X, None, None, training=True, process_group=group)
+
+
+def test_device_without_operators(monkeypatch):
+    monkeypatch.setattr("syncbn._extension.device_types", ("cuda",))
+    with pytest.raises(NotImplementedError, match="no operators for 'cpu'.*collect_env"):
+        SyncBatchNorm(3)(X)
+
+
+def use_group_of_others(rank, world_size):
+    group = dist.new_group([0])
+    layer = SyncBatchNorm(3, process_group=group)
+    layer(X) if rank == 0 else layer.eval()(X)
+    layer.train()
+    return layer(X) is not None
+
+
+def test_rank_outside_of_the_group():
+    with Ranks(2) as ranks:
+        member, outsider = ranks.outcomes(use_group_of_others)
+    assert member is True
+    assert outsider.kind == "ValueError"
+    assert "rank 1 is not a member of this layer's process_group" in outsider.message
+
+
+BAD_ON_ONE_RANK = [
+    (torch.rand(4, 5, 2), "ValueError", "3 channels"),
+    (torch.rand(3), "ValueError", "at least 2D"),
+    (torch.ones(4, 3).long(), "TypeError", "int64"),
+    ("text", "TypeError", "torch.Tensor, but got str"),
+]
+
+
+def train_named_layer(rank, world_size, bad):
+    layer = SyncBatchNorm(3)
+    layer._name = "body.bn1"
+    layer(torch.rand(2, 3) if rank == 0 else bad)
+
+
+@pytest.mark.parametrize(("bad", "kind", "message"), BAD_ON_ONE_RANK)
+def test_bad_input_on_one_rank_fails_the_others_at_once(bad, kind, message):
+    with Ranks(2, case_seconds=15) as ranks:  # far less than the collective's own limit
+        waiting, failed = ranks.outcomes(train_named_layer, bad)
+    assert isinstance(failed, Failure) and failed.kind == kind
+    assert message in failed.message and "[layer 'body.bn1', rank 1 of 2]" in failed.message
+    assert isinstance(waiting, Failure) and waiting.kind == "RuntimeError"
+    assert "another rank of the process group withdrew" in waiting.message
+    assert "[layer 'body.bn1', rank 0 of 2]" in waiting.message

@@ -1,0 +1,190 @@
+"""What goes over the wire: how often, how much; and what ranks hear of each other's failures."""
+
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import make_input
+from ranks import Failure, Ranks
+
+from syncbn import SyncBatchNorm, collectives
+
+
+class Count:
+    """Records each call of a collective of torch.distributed."""
+
+    NAMES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")
+    NAMES += ("reduce_scatter_tensor", "barrier", "all_to_all", "send", "recv")
+
+    def __init__(self):
+        self.calls = []
+
+    def __enter__(self):
+        self.profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+        )
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *exception):
+        self.profile.__exit__(*exception)
+        for event in self.profile.events():
+            if event.name.startswith("c10d::") and not event.name.endswith("_"):
+                raise AssertionError(f"a collective this test does not know: {event.name}")
+            if event.name.startswith("c10d::"):
+                self.calls.append(event.name)
+
+
+def count_calls(rank, world_size, shape, training=True):
+    sizes = []
+    original = dist.all_reduce
+
+    def recorded(tensor, *args, **kwargs):
+        sizes.append((tensor.numel(), tensor.dtype))
+        return original(tensor, *args, **kwargs)
+
+    layer = SyncBatchNorm(shape[1]).train(training)
+    x = make_input(shape, "contiguous", torch.bfloat16, seed=rank).requires_grad_()
+    dist.all_reduce = recorded
+    try:
+        with Count() as forward:
+            y = layer(x)
+        with Count() as backward:
+            y.sum().backward()
+    finally:
+        dist.all_reduce = original
+    return forward.calls, backward.calls, sizes
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (5, 3, 8, 9), (0, 3, 4, 4), (4, 300, 2, 2)])
+def test_one_all_reduce_each_way_of_a_size_that_depends_on_channels_alone(any_world, shape):
+    channels = shape[1]
+    for forward, backward, sizes in any_world.run(count_calls, shape):
+        if any_world.world_size == 1:
+            assert (forward, backward, sizes) == ([], [], [])
+        else:
+            assert forward == ["c10d::allreduce_"] and backward == ["c10d::allreduce_"]
+            double = torch.float64
+            assert sizes == [(2 * channels + 1, double), (2 * channels, double)]
+
+
+def test_evaluation_sends_nothing(two_ranks):
+    assert two_ranks.run(count_calls, (4, 3, 5), training=False) == [([], [], [])] * 2
+
+
+def see_that_the_count_works(rank, world_size):
+    with Count() as count:
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1))
+    return count.calls
+
+
+def test_the_counting_itself(two_ranks):
+    assert two_ranks.run(see_that_the_count_works) == [["c10d::allreduce_"] * 2] * 2
+
+
+def train(rank, world_size, channels, name="body.bn1"):
+    layer = SyncBatchNorm(channels[rank])
+    layer._name = name
+    layer(torch.rand(4, channels[rank]))
+
+
+def test_ranks_with_different_channels_all_fail_with_words():
+    """Without the meeting before it, gloo would end one of the processes by SIGABRT."""
+    with Ranks(3, case_seconds=15) as ranks:
+        outcomes = ranks.outcomes(train, [4, 8, 4])
+    kinds = sorted(outcome.kind for outcome in outcomes)
+    assert kinds in (["RuntimeError", "RuntimeError", "ValueError"], ["RuntimeError"] + 2 * ["ValueError"])
+    for rank, outcome in enumerate(outcomes):
+        assert f"[layer 'body.bn1', rank {rank} of 3]" in outcome.message
+        if outcome.kind == "ValueError":
+            assert "expected the same channels on all ranks" in outcome.message
+            assert "while another normalises" in outcome.message
+
+
+def meet_again(rank, world_size):
+    group = dist.group.WORLD
+    first = []
+    for size in (9, 9, 17):
+        first.append(collectives.meet(group, size))
+        dist.all_reduce(torch.ones(1))
+    second = collectives.meet(group, 33 + rank)
+    dist.all_reduce(torch.ones(1))
+    return first, second
+
+
+def test_meeting_finds_who_differs_and_only_then():
+    with Ranks(2) as ranks:
+        results = ranks.run(meet_again)
+    assert [first for first, _ in results] == [[None, None, None]] * 2
+    assert sorted(str(second) for _, second in results) in (["33", "None"], ["34", "None"])
+
+
+def leave_before_the_forward(rank, world_size):
+    layer = SyncBatchNorm(3)
+    layer._name = "body.bn1"
+    layer(torch.rand(4, 3))
+    if rank == 1:
+        os._exit(3)
+    layer(torch.rand(4, 3))
+
+
+def leave_before_the_backward(rank, world_size):
+    layer = SyncBatchNorm(3)
+    layer._name = "body.bn1"
+    y = layer(torch.rand(4, 3))
+    if rank == 1:
+        os._exit(3)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("case", "direction"),
+    [(leave_before_the_forward, "forward"), (leave_before_the_backward, "backward")],
+)
+def test_rank_that_dies_fails_the_others_at_once_with_words(case, direction):
+    with Ranks(2, case_seconds=15) as ranks:
+        survivor, dead = ranks.outcomes(case)
+    assert dead.message == "exit code 3"
+    assert isinstance(survivor, Failure) and survivor.kind == "RuntimeError"
+    assert f"the {direction} all-reduce of a SyncBatchNorm layer failed" in survivor.message
+    assert "[layer 'body.bn1', rank 0 of 2]" in survivor.message
+    assert "TORCH_DISTRIBUTED_DEBUG=DETAIL" in survivor.message
+
+
+def stay_away(rank, world_size):
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    layer = SyncBatchNorm(3, process_group=group)
+    layer._name = "body.bn1"
+    if rank == 1:
+        time.sleep(6)
+        return
+    layer(torch.rand(4, 3))
+
+
+def test_rank_that_does_not_come_fails_the_others_at_the_groups_timeout():
+    with Ranks(2, case_seconds=20) as ranks:
+        waiting, _ = ranks.outcomes(stay_away)
+    assert waiting.kind == "RuntimeError"
+    assert "did not come in time" in waiting.message
+    assert "[layer 'body.bn1', rank 0 of 2]" in waiting.message
+
+
+def meet_at_different_collectives(rank, world_size):
+    """Rank 1 has met a size before, which rank 0 meets now; the ranks agree all the same."""
+    group = dist.group.WORLD
+    if rank == 1:
+        collectives._sizes_met.setdefault(group, set()).add(9)
+    met = [collectives.meet(group, 9)]
+    dist.all_reduce(torch.ones(1))
+    met.append(collectives.meet(group, 17))
+    dist.all_reduce(torch.ones(1))
+    return met
+
+
+def test_ranks_that_met_at_different_times_do_not_mistrust_each_other():
+    with Ranks(2) as ranks:
+        assert ranks.run(meet_at_different_collectives) == [[None, None]] * 2

@@ -1,0 +1,49 @@
+"""torch.compile: one graph, equal to eager, on several ranks."""
+
+import pytest
+import torch
+from cases import make_input
+from torch import nn
+
+from syncbn import convert_sync_batchnorm
+
+# torch's own: inductor on 2.11 imports modules that script functions.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+
+
+def build():
+    torch.manual_seed(0)
+    return convert_sync_batchnorm(
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4))
+    )
+
+
+def compile_and_train(rank, world_size, backend, sizes):
+    torch._dynamo.reset()
+    eager, layered = build(), build()
+    compiled = torch.compile(layered, backend=backend, fullgraph=True)
+    errors = []
+    for step, size in enumerate(sizes):
+        x = make_input((size[rank % len(size)], 3, 6, 6), "contiguous", torch.float32, seed=step)
+        ya, yb = eager(x), compiled(x)
+        ya.square().sum().backward()
+        yb.square().sum().backward()
+        errors.append((ya - yb).abs().max().item() if ya.numel() else 0.0)
+    pairs = zip(
+        [*eager.buffers(), *(p.grad for p in eager.parameters())],
+        [*layered.buffers(), *(p.grad for p in layered.parameters())],
+        strict=True,
+    )
+    return max(errors), max((a - b).abs().max().item() / (1 + a.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_fullgraph_training_equals_eager(any_world, backend):
+    for output_error, state_error in any_world.run(compile_and_train, backend, [(4,), (4,)]):
+        assert output_error < 1e-5 and state_error < 1e-5  # float32, another order of operations
+
+
+def test_uneven_and_empty_batches(two_ranks):
+    sizes = [(4, 4), (2, 5), (3, 0)]
+    for output_error, state_error in two_ranks.run(compile_and_train, "aot_eager", sizes):
+        assert output_error < 1e-5 and state_error < 1e-5

@@ -1,0 +1,207 @@
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import make_input
+from torch import nn
+
+import syncbn
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+
+
+class Renamed(nn.BatchNorm2d):
+    """Adds nothing to forward."""
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def model():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm3d(5, affine=False)),
+        nn.InstanceNorm2d(4, affine=True),
+        nn.SyncBatchNorm(6, momentum=None),
+        Renamed(7, eps=1e-3),
+    )
+
+
+def test_layers_become_ours_and_keep_everything():
+    original = model()
+    original[1].qconfig = "a qconfig"
+    original[1].eval()
+    original[1].weight.requires_grad_(False)
+    original[5].double()
+    expected = dict(original.named_parameters()) | dict(original.named_buffers())
+    flags = {name: p.requires_grad for name, p in original.named_parameters()}
+    text = str(original)
+    converted = convert_sync_batchnorm(original)
+    assert converted is original
+    kinds = [type(m).__name__ for m in converted.modules() if not list(m.children())]
+    assert kinds == ["Conv2d", *["SyncBatchNorm"] * 3, "InstanceNorm2d", *["SyncBatchNorm"] * 2]
+    actual = dict(converted.named_parameters()) | dict(converted.named_buffers())
+    assert actual.keys() == expected.keys()
+    assert all(actual[name] is expected[name] for name in expected)
+    assert {name: p.requires_grad for name, p in converted.named_parameters()} == flags
+    assert converted[1].qconfig == "a qconfig" and not converted[1].training
+    assert converted[2][1].training and not converted[2][1].affine
+    assert converted[4].momentum is None and converted[5].eps == 1e-3
+    assert converted[5].weight.dtype == torch.float64
+    for kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Renamed"):
+        text = text.replace(f" {kind}(", " SyncBatchNorm(")
+    assert str(converted) == text
+
+
+def test_root_layer_gives_a_new_layer():
+    layer = nn.BatchNorm2d(3)
+    converted = convert_sync_batchnorm(layer)
+    assert type(converted) is SyncBatchNorm and type(layer) is nn.BatchNorm2d
+    assert converted.weight is layer.weight
+    converted.weight = None  # the layers' own dictionaries
+    assert layer.weight is not None
+
+
+def test_classmethod():
+    assert type(SyncBatchNorm.convert_sync_batchnorm(model())[1]) is SyncBatchNorm
+
+
+def test_layer_that_occurs_twice_stays_one():
+    layer = nn.BatchNorm1d(3)
+    converted = convert_sync_batchnorm(nn.Sequential(layer, nn.ReLU(), nn.Sequential(layer)))
+    assert converted[0] is converted[2][0]
+    reverted = revert_sync_batchnorm(converted)
+    assert reverted[0] is reverted[2][0] and type(reverted[0]) is nn.BatchNorm1d
+
+
+def test_hooks_move_along_and_their_handles_remove_them():
+    layer, calls = nn.BatchNorm1d(3), []
+    handle = layer.register_forward_hook(lambda *_: calls.append("forward"))
+    layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+    converted = convert_sync_batchnorm(nn.Sequential(layer))
+    x = make_input((4, 3), "contiguous", torch.float32)
+    converted(x)
+    assert calls == ["before", "forward"]
+    handle.remove()
+    converted(x)
+    assert calls == ["before", "forward", "before"]
+
+
+def test_subclass_with_its_own_forward_is_left_alone_and_named():
+    original = nn.Sequential(nn.Sequential(Doubled(3)), nn.BatchNorm2d(3))
+    with pytest.warns(UserWarning, match=r"'0\.0' is a Doubled, whose forward is its own"):
+        converted = convert_sync_batchnorm(original)
+    assert type(converted[0][0]) is Doubled and type(converted[1]) is SyncBatchNorm
+
+
+def test_parametrized_layer_is_left_alone_and_named():
+    layer = nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(3), "weight", dim=0)
+    with pytest.warns(UserWarning, match="'0' is a ParametrizedBatchNorm2d"):
+        convert_sync_batchnorm(nn.Sequential(layer))
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+def test_lazy_layer_is_an_error_and_nothing_is_changed():
+    original = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
+    with pytest.raises(ValueError, match="'1' is a LazyBatchNorm2d.*run one batch"):
+        convert_sync_batchnorm(original)
+    assert type(original[0]) is nn.BatchNorm2d
+    original(torch.rand(2, 3, 4, 4))
+    assert type(convert_sync_batchnorm(original)[1]) is SyncBatchNorm
+
+
+@pytest.mark.parametrize("convert", [convert_sync_batchnorm, revert_sync_batchnorm])
+def test_not_a_module(convert):
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, but got dict"):
+        convert({})
+
+
+def test_wrong_group_changes_nothing():
+    original = model()
+    with pytest.raises(TypeError, match="expected process_group to be a torch.distributed.Pro"):
+        convert_sync_batchnorm(original, process_group=[0, 1])
+    assert type(original[1]) is nn.BatchNorm2d
+
+
+def groups(rank, world_size):
+    one, other = dist.new_group([0, 1]), dist.new_group([0, 1])
+    ours = nn.Sequential(SyncBatchNorm(3, process_group=one), nn.BatchNorm1d(3))
+    theirs = nn.Sequential(nn.SyncBatchNorm(3, process_group=one))
+    layer = ours[0]
+    kept = [convert_sync_batchnorm(m)[0].process_group is one for m in (ours, theirs)]
+    given = [convert_sync_batchnorm(m, other)[0].process_group is other for m in (ours, theirs)]
+    return [*kept, *given, ours[0] is layer, ours[1].process_group is other]
+
+
+def test_synchronised_layer_keeps_its_group_unless_one_is_given(two_ranks):
+    assert two_ranks.run(groups) == [[True] * 6] * 2
+
+
+def test_layer_of_given_group(two_ranks):
+    assert two_ranks.run(converted_group) == [True, True]
+
+
+def converted_group(rank, world_size):
+    group = dist.new_group([0, 1])
+    return convert_sync_batchnorm(nn.BatchNorm1d(3), group).process_group is group
+
+
+@pytest.mark.filterwarnings("error")
+def test_revert_gives_the_classes_back():
+    original = model()
+    text, state = str(original), original.state_dict()
+    reverted = revert_sync_batchnorm(convert_sync_batchnorm(original))
+    assert str(reverted) == text.replace(" SyncBatchNorm(", " BatchNorm(")
+    assert all(torch.equal(value, reverted.state_dict()[key]) for key, value in state.items())
+    assert not {"process_group", "_name", "_converted_from"} & vars(reverted[1]).keys()
+
+
+@pytest.mark.parametrize("cls", [SyncBatchNorm, nn.SyncBatchNorm])
+@pytest.mark.parametrize("shape", [(4, 3), (4, 3, 2), (4, 3, 2, 2), (4, 3, 2, 2, 2)])
+def test_reverted_layer_takes_any_number_of_dimensions(cls, shape):
+    layer = revert_sync_batchnorm(cls(3))
+    x = make_input(shape, "contiguous", torch.float32)
+    expected = nn.functional.batch_norm(x, None, None, training=True)
+    assert torch.equal(layer(x), expected)
+    with pytest.raises(ValueError, match="expected at least 2D input"):
+        layer(x[0, :, None].flatten()[:1])
+
+
+def test_reverted_layer_can_be_fused_and_exported():
+    conv, bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+    converted = convert_sync_batchnorm(nn.Sequential(conv, bn)).eval()
+    reverted = revert_sync_batchnorm(converted)
+    fused = nn.utils.fusion.fuse_conv_bn_eval(reverted[0], reverted[1])
+    x = make_input((2, 3, 8, 8), "contiguous", torch.float32)
+    torch.testing.assert_close(fused(x), reverted(x))  # float32 rounding
+
+
+def test_errors_carry_the_name_of_the_layer():
+    converted = convert_sync_batchnorm(nn.Sequential(nn.Sequential(nn.BatchNorm2d(3))))
+    with pytest.raises(ValueError, match=r"3 channels .* but got 4 .* \[layer '0\.0'\]"):
+        converted(torch.rand(2, 4, 5, 5))
+
+
+def test_timm_layer_keeps_its_activation():
+    timm_layers = pytest.importorskip("timm.layers", exc_type=ImportError)
+    layer = timm_layers.BatchNormAct2d(3, act_layer=nn.SiLU)
+    with torch.no_grad():
+        layer.bias.fill_(-0.5)
+    x = make_input((4, 3, 5, 5), "contiguous", torch.float64).float()
+    expected = layer(x)
+    converted = convert_sync_batchnorm(nn.Sequential(layer))
+    assert isinstance(converted[0], SyncBatchNorm) and "SiLU" in str(converted)
+    torch.testing.assert_close(converted(x), expected)  # float32 rounding
+    assert type(revert_sync_batchnorm(converted)[0]) is timm_layers.BatchNormAct2d
+
+
+def test_torchs_converter_turns_ours_into_torchs():
+    """So ours has to be called last; the README says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        converted = nn.SyncBatchNorm.convert_sync_batchnorm(SyncBatchNorm(3))
+    assert type(converted) is nn.SyncBatchNorm
+    assert type(syncbn.convert_sync_batchnorm(converted)) is SyncBatchNorm

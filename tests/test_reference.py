@@ -1,0 +1,131 @@
+"""Derivatives of every order, alone and on two ranks, against the whole batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import make_input
+
+from syncbn import reference, sync_batch_norm
+
+
+class Replicate(torch.autograd.Function):
+    """An input that all ranks hold alike: its gradient is the sum over the ranks'."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return SumReplicas.apply(grad)
+
+
+class SumReplicas(torch.autograd.Function):
+    """The conjugate: what each rank adds to a value that all then hold alike."""
+
+    @staticmethod
+    def forward(ctx, x):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Replicate.apply(grad)
+
+
+def whole_batch():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 2, 3, dtype=torch.float64, generator=generator)
+    weight = torch.randn(2, dtype=torch.float64, generator=generator)
+    bias = torch.randn(2, dtype=torch.float64, generator=generator)
+    return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+
+
+def layer_of_rank(rank, world_size, normalise):
+    """A function of the whole batch, computed by ranks that have a share each."""
+
+    def layer(x, weight, bias):
+        shares = Replicate.apply(x).tensor_split(world_size)
+        y = normalise(shares[rank], Replicate.apply(weight), Replicate.apply(bias))
+        zeros = [torch.zeros_like(share) for share in shares]
+        return SumReplicas.apply(torch.cat([*zeros[:rank], y, *zeros[rank + 1 :]]))
+
+    return layer
+
+
+def ours(x, weight, bias):
+    return sync_batch_norm(x, None, None, weight, bias, training=True)
+
+
+def check_gradients(rank, world_size):
+    layer = layer_of_rank(rank, world_size, ours)
+    arguments = whole_batch()
+    return torch.autograd.gradcheck(layer, arguments), torch.autograd.gradgradcheck(
+        layer, arguments
+    )
+
+
+def test_gradgradcheck_on_two_ranks(two_ranks):
+    assert two_ranks.run(check_gradients) == [(True, True)] * 2
+
+
+def derivatives(layer):
+    """First, second and third derivatives of a scalar of the layer, in x and weight."""
+    x, weight, bias = whole_batch()
+    loss = (layer(x, weight, bias) ** 3).sum()
+    results = []
+    for _ in range(3):
+        grads = torch.autograd.grad(loss, (x, weight), create_graph=True)
+        results.extend(g.detach() for g in grads)
+        loss = sum((g**2).sum() for g in grads)
+    return results
+
+
+def derivatives_on_ranks(rank, world_size):
+    return derivatives(layer_of_rank(rank, world_size, ours))
+
+
+def test_derivatives_of_second_and_third_order_are_those_of_the_whole_batch(any_world):
+    def plain(x, weight, bias):  # no batch norm operator at all: torch's third is wrong
+        mean = x.mean((0, 2), keepdim=True)
+        var = (x - mean).square().mean((0, 2), keepdim=True)
+        return (x - mean) / (var + 1e-5).sqrt() * weight.view(1, -1, 1) + bias.view(1, -1, 1)
+
+    expected = derivatives(plain)
+    for results in any_world.run(derivatives_on_ranks):
+        for actual, wanted in zip(results, expected, strict=True):
+            # float64; third derivatives are sums of products that grow to 1e4 and cancel
+            torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9 * wanted.abs().max())
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (3, 2, 5, 4)])
+def test_reference_is_torchs_batch_norm(shape):
+    x = make_input(shape, "contiguous", torch.float64).requires_grad_()
+    weight = torch.rand(shape[1]).double().requires_grad_()
+    bias = torch.rand(shape[1]).double().requires_grad_()
+    dy = make_input(shape, "contiguous", torch.float64, seed=1)
+    y = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
+    torch.testing.assert_close(reference.batch_norm(x, weight, bias), y)
+    expected = torch.autograd.grad(y, (x, weight, bias), dy)
+    actual = reference.batch_norm_backward(dy, x, weight, 1e-5)
+    torch.testing.assert_close(actual, expected)  # float64 rounding
+
+
+def gradient_penalty(rank, world_size):
+    """As of a WGAN-GP: a gradient of the input's gradient, with an empty rank."""
+    x = make_input((4, 2, 3), "contiguous", torch.float64)
+    x = (x if rank == 0 else x[:0]).requires_grad_()
+    y = sync_batch_norm(x, None, None, training=True)
+    (grad,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return x.grad
+
+
+def test_gradient_penalty_with_an_empty_rank(two_ranks):
+    x = make_input((4, 2, 3), "contiguous", torch.float64).requires_grad_()
+    (grad,) = torch.autograd.grad((reference.batch_norm(x) ** 3).sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    actual, empty = two_ranks.run(gradient_penalty)
+    torch.testing.assert_close(actual, x.grad)  # float64 rounding
+    assert empty.shape == (0, 2, 3)
