@@ -171,7 +171,10 @@ def _serve(
             outcome = _load(file, name)(rank, world_size, *args, **kwargs)
         except BaseException as error:
             outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
-        pipe.send(outcome)
+        try:
+            pipe.send(outcome)
+        except Exception as error:  # a result that cannot be pickled
+            pipe.send(Failure(type(error).__name__, str(error), traceback.format_exc()))
 
 
 def _exit_with_parent(parent: int) -> None:

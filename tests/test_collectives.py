@@ -97,7 +97,10 @@ def test_ranks_with_different_channels_all_fail_with_words():
     with Ranks(3, case_seconds=15) as ranks:
         outcomes = ranks.outcomes(train, [4, 8, 4])
     kinds = sorted(outcome.kind for outcome in outcomes)
-    assert kinds in (["RuntimeError", "RuntimeError", "ValueError"], ["RuntimeError"] + 2 * ["ValueError"])
+    assert kinds in (
+        ["RuntimeError", "RuntimeError", "ValueError"],
+        ["RuntimeError"] + 2 * ["ValueError"],
+    )
     for rank, outcome in enumerate(outcomes):
         assert f"[layer 'body.bn1', rank {rank} of 3]" in outcome.message
         if outcome.kind == "ValueError":

@@ -52,9 +52,7 @@ def run_layer(rank, world_size, shape, layout, dtype, split, group_ranks=None):
     x = to_layout(x.split(split)[position], layout).requires_grad_()
     dy = to_layout(dy.split(split)[position], layout)
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    layer = syncbn.SyncBatchNorm(
-        shape[1], momentum=0.3, process_group=group, dtype=parameter_dtype
-    )
+    layer = syncbn.SyncBatchNorm(shape[1], momentum=0.3, process_group=group, dtype=parameter_dtype)
     with torch.no_grad():
         layer.weight.copy_(weight)
         layer.bias.copy_(bias)

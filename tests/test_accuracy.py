@@ -1,0 +1,73 @@
+"""Our error is at most twice that of torch's BatchNorm in the same dtype, against float64.
+
+Both are measured on the whole batch. Twice, because either error is a maximum over a sample of
+roundings; what is systematic (an accumulator too short) shows as 5 to 100 times.
+"""
+
+import pytest
+import torch
+from cases import make_input
+from torch import nn
+
+from syncbn import SyncBatchNorm
+
+QUANTITIES = ["output", "grad_input", "grad_weight", "grad_bias", "running_mean", "running_var"]
+
+
+def train(kind, x, dy, weight, bias, parameter_dtype):
+    layer = (SyncBatchNorm if kind == "ours" else nn.BatchNorm2d)(x.size(1))
+    layer = layer.to(torch.float64 if kind == "exact" else parameter_dtype)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+        layer.bias.copy_(bias)
+    x = (x.double() if kind == "exact" else x.clone()).requires_grad_()
+    y = layer(x)
+    y.backward(dy.to(y.dtype))
+    results = (y, x.grad, layer.weight.grad, layer.bias.grad, *list(layer.buffers())[:2])
+    return [t.detach().double() for t in results]
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(4, 16, 5, 7), (8, 130, 14, 14), (3, 70, 33, 33)])
+@pytest.mark.parametrize(
+    ("dtype", "parameter_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+    ],
+)
+def test_error_is_at_most_twice_torchs(dtype, parameter_dtype, shape, layout, mean):
+    x = make_input(shape, layout, dtype, mean=mean, std=1.0)
+    dy = make_input(shape, layout, dtype, mean=0.0, std=1.0, seed=1)
+    generator = torch.Generator().manual_seed(2)
+    weight, bias = torch.randn(2, shape[1], generator=generator).to(parameter_dtype)
+    exact, torchs, ours = (
+        train(kind, x, dy, weight, bias, parameter_dtype) for kind in ("exact", "torch", "ours")
+    )
+    for name, right, theirs, mine in zip(QUANTITIES, exact, torchs, ours, strict=True):
+        error, torchs_error = (mine - right).abs().max(), (theirs - right).abs().max()
+        # Where torch happens to be exact, one rounding is still allowed.
+        eps = torch.finfo(mine.dtype if name in QUANTITIES[:2] else parameter_dtype).eps
+        allowed = max(2 * torchs_error.item(), eps * right.abs().max().item() / 2)
+        assert error <= allowed, f"{name}: {error:.2e} against torch's {torchs_error:.2e}"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(4, 16, 5, 7), (8, 30, 14, 14)])
+def test_error_in_float64_is_at_most_twice_torchs(shape, layout):
+    """Against 80-bit arithmetic, by NumPy."""
+    import numpy as np
+
+    x = make_input(shape, layout, torch.float64, std=1.0)
+    wide = np.asarray(x.numpy(), dtype=np.longdouble)
+    assert np.finfo(wide.dtype).eps < 1e-18, "this platform has no wider type"
+    mean = wide.mean((0, 2, 3), keepdims=True)
+    var = ((wide - mean) ** 2).mean((0, 2, 3), keepdims=True)
+    exact = (wide - mean) / np.sqrt(var + np.longdouble(1e-5))
+    ours = SyncBatchNorm(shape[1]).double()(x).detach().numpy()
+    torchs = nn.BatchNorm2d(shape[1]).double()(x).detach().numpy()
+    assert np.abs(ours - exact).max() <= 2 * np.abs(torchs - exact).max()

@@ -1,0 +1,80 @@
+"""The direction of imports: kernels and collectives know nothing of each other or of layers."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# Each file of the package, and what it may import of the package.
+MAY_IMPORT = {
+    "_extension": {"_C"},
+    "ops": {"_extension"},
+    "checks": {"_extension"},
+    "collectives": set(),
+    "reference": {"collectives"},
+    "functional": {"checks", "collectives", "ops", "reference"},
+    "modules": {"checks", "collectives", "functional"},
+    "convert": {"collectives", "modules"},
+    "collect_env": {"_extension"},
+    "__init__": {"_extension", "convert", "functional", "modules"},
+}
+# Inside a function, for the one method that torch's interface puts on the class.
+LATE = {("modules", "convert")}
+
+# Each folder of csrc, and what it may include of csrc and of torch.
+MAY_INCLUDE = {
+    "csrc": {"common"},
+    "csrc/common": {"common", "torch"},
+    "csrc/cpu": {"common", "cpu"},
+}
+
+
+def imports(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "syncbn":
+                yield from (alias.name for alias in node.names)
+            elif node.module.startswith("syncbn."):
+                yield node.module.split(".")[1]
+        elif isinstance(node, ast.Import):
+            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("syncbn."))
+
+
+def test_every_file_has_its_row():
+    assert {path.stem for path in (ROOT / "syncbn").glob("*.py")} == MAY_IMPORT.keys()
+    folders = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.*")}
+    assert folders == MAY_INCLUDE.keys()
+
+
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_python_imports_run_one_way(name):
+    found = set(imports(ast.parse((ROOT / "syncbn" / f"{name}.py").read_text())))
+    assert {(name, other) for other in found - MAY_IMPORT[name]} <= LATE
+
+
+def test_only_collectives_talks_to_torch_distributed():
+    users = {
+        path.stem
+        for path in (ROOT / "syncbn").glob("*.py")
+        if re.search(r"^\s*(import|from) torch\.distributed", path.read_text(), re.MULTILINE)
+    }
+    assert users == {"collectives", "collect_env"}  # collect_env lists the backends
+
+
+@pytest.mark.parametrize("folder", MAY_INCLUDE)
+def test_includes_run_one_way(folder):
+    for path in (ROOT / folder).glob("*.[ch]*"):
+        for include in re.findall(r'#include ["<](.+)[">]', path.read_text()):
+            if include.startswith("torch/"):
+                assert "torch" in MAY_INCLUDE[folder] and path.name == "stable.h", (path, include)
+            elif include.endswith(".h") and not include.startswith("pybind11/"):
+                target = (path.parent / include).resolve()
+                assert target.parent.name in MAY_INCLUDE[folder], (path, include)
+
+
+def test_headers_that_kernels_share_know_no_torch():
+    for name in ("moments.h", "geometry.h"):
+        assert "torch/" not in (ROOT / "csrc/common" / name).read_text()
