@@ -8,7 +8,7 @@ from torch import nn
 from syncbn import convert_sync_batchnorm
 
 # torch's own: inductor on 2.11 imports modules that script functions.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
 
 def build():

@@ -72,7 +72,7 @@ def test_version_of_running_statistics_stays():
 
 
 # torch's own: entering forward mode scripts decompositions.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
 def test_forward_mode_says_it_is_not_supported():
     x = make_input((3, 2), "contiguous", torch.float64)
     with (

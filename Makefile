@@ -1,0 +1,65 @@
+# PYTHON   the interpreter the virtual environment is made from   (python3)
+# TORCH    the torch version to install, such as 2.11.0           (the newest)
+# VENV     where the virtual environment lies                     (.venv)
+# WHEEL    a built wheel to install instead of this source tree
+PYTHON ?= python3
+TORCH ?=
+VENV ?= .venv
+WHEEL ?=
+
+BIN := $(VENV)/bin
+TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* syncbn/*)
+CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
+
+.PHONY: help demo test lint format wheel clean
+
+help:
+	@echo "make demo     train on real data in two processes and show the result"
+	@echo "make test     check format, lint and types, and run every test"
+	@echo "make format   format the sources"
+	@echo "make wheel    build dist/*.whl, good for every torch from 2.11 on"
+	@echo "make clean    remove what was built and the virtual environment"
+	@echo
+	@sed -n 's/^# \([A-Z]\)/\1/p' Makefile
+
+$(TORCH_STAMP):
+	$(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/*.stamp
+	$(BIN)/pip install --quiet --upgrade pip
+	$(BIN)/pip install --quiet setuptools ninja torch$(if $(TORCH),==$(TORCH))
+	touch $@
+
+# torch is named again so that nothing here moves it to another version.
+$(VENV)/tools.stamp: $(TORCH_STAMP) pyproject.toml
+	$(BIN)/pip install --quiet --group demo --group test \
+	    torch==$$($(BIN)/python -c "from importlib.metadata import version; print(version('torch'))")
+	touch $@
+
+$(VENV)/syncbn.stamp: $(TORCH_STAMP) $(if $(WHEEL),$(WHEEL),$(SOURCES))
+	$(BIN)/pip install --quiet --force-reinstall --no-deps --no-build-isolation $(or $(WHEEL),.)
+	touch $@
+
+demo: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/digits.py
+
+test: lint $(VENV)/syncbn.stamp
+	$(BIN)/pytest
+
+lint: $(VENV)/tools.stamp
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+format: $(VENV)/tools.stamp
+	$(BIN)/clang-format -i $(CXX_FILES)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+wheel: $(TORCH_STAMP)
+	rm -rf dist
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:
+	rm -rf $(VENV) build dist syncbn.egg-info
