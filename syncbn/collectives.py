@@ -4,20 +4,29 @@ A forward or backward pass makes one call of :func:`all_reduce_sum`.
 """
 
 import contextlib
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# With torch built without distributed there is no group, and every group is a group of one.
-if dist.is_available():
-    import torch.distributed._functional_collectives as functional_collectives
+__all__ = [
+    "AllReduceSum",
+    "ProcessGroup",
+    "all_reduce_sum",
+    "check_process_group",
+    "meet",
+    "resolve_group",
+    "withdraw",
+]
 
-    ProcessGroup: TypeAlias = dist.ProcessGroup
+# A torch that was built without distributed knows no groups.
+if TYPE_CHECKING or dist.is_available():
+    import torch.distributed._functional_collectives as functional_collectives
+    from torch.distributed import ProcessGroup
 else:
-    ProcessGroup: TypeAlias = Any
+    ProcessGroup = Any
 
 # What torch.distributed.new_group returns on a rank that is not a member.
 _NON_MEMBER = -100
@@ -30,7 +39,7 @@ def check_process_group(process_group: object) -> None:
     """Raise TypeError unless this is what ``torch.distributed.new_group`` returns, or None."""
     if process_group is None or (isinstance(process_group, int) and process_group == _NON_MEMBER):
         return
-    if not dist.is_available() or not isinstance(process_group, dist.ProcessGroup):
+    if not dist.is_available() or not isinstance(process_group, ProcessGroup):
         raise TypeError(
             "expected process_group to be a torch.distributed.ProcessGroup or None, but got "
             f"{type(process_group).__name__}; make one with torch.distributed.new_group(ranks)"
@@ -78,10 +87,14 @@ def meet(group: ProcessGroup, size: int) -> int | None:
     if size in sizes:
         return None
     sizes.add(size)
+    try:
+        number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+    except RuntimeError:  # a backend that does not number its collectives
+        return None
     store = group.get_group_store()
     if store is None:  # MPI has none
         return None
-    key = f"syncbn/{group._get_sequence_number_for_group()}"
+    key = f"syncbn/{number}"
     first = int(store.compare_set(key, "", str(size)))
     return None if first == size else first
 
@@ -108,6 +121,6 @@ class AllReduceSum(torch.autograd.Function):
         return all_reduce_sum(tensor.clone(memory_format=torch.contiguous_format), group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """Sum the gradients over the ranks."""
         return AllReduceSum.apply(grad, ctx.group), None

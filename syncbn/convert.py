@@ -99,7 +99,7 @@ def convert_sync_batchnorm(
                 stacklevel=3,
             )
             return layer
-        new = _with_class(layer, target)
+        new: SyncBatchNorm = _with_class(layer, target)
         new._name = name
         if isinstance(layer, nn.SyncBatchNorm):
             new.process_group = layer.process_group if process_group is None else process_group
@@ -136,7 +136,8 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     def revert(layer: nn.Module, name: str) -> nn.Module:
         if not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
             return layer
-        new = _with_class(layer, getattr(layer, "_converted_from", None) or BatchNorm)
+        converted_from = getattr(layer, "_converted_from", None)
+        new: nn.Module = _with_class(layer, converted_from or BatchNorm)
         for attribute in ("process_group", "_name", "_converted_from"):
             new.__dict__.pop(attribute, None)
         return new
@@ -157,7 +158,7 @@ def _sync_class(layer: _BatchNorm) -> type[SyncBatchNorm] | None:
         return SyncBatchNorm
     for base in type(layer).__mro__:
         if base.__name__ == "BatchNormAct2d" and base.__module__.startswith("timm."):
-            return SyncBatchNormAct if type(layer).forward is base.forward else None
+            return SyncBatchNormAct if type(layer).forward is vars(base)["forward"] else None
     return None
 
 

@@ -65,6 +65,8 @@ def sync_batch_norm(
     """
     collectives.check_process_group(process_group)
     if not training:
+        if running_mean is None and running_var is None:
+            raise ValueError("expected running_mean and running_var when training is False")
         return evaluate(input, running_mean, running_var, weight, bias, momentum, eps)
     checks.check_momentum(momentum)
     return train(input, running_mean, running_var, None, weight, bias, momentum, eps, process_group)
@@ -95,14 +97,19 @@ def evaluate(
         checks.check_eps(eps)
     except (TypeError, ValueError) as error:
         raise _with_place(error, layer, None) from None
-    vectors = [running_mean, running_var, weight, bias]
+    vectors = (running_mean, running_var, weight, bias)
     dtypes = {vector.dtype for vector in vectors if vector is not None}
     # F.batch_norm takes no mixed vectors, and float32 ones at most with a 16-bit input.
     sixteen_bit = input.dtype in (torch.float16, torch.bfloat16)
     if not (dtypes <= {input.dtype} or (sixteen_bit and dtypes == {torch.float32})):
         dtype = torch.float32 if sixteen_bit else input.dtype
-        vectors = [None if vector is None else vector.to(dtype) for vector in vectors]
-    return F.batch_norm(input, *vectors, running_mean is None, momentum, eps)
+        running_mean, running_var, weight, bias = (
+            None if vector is None else vector.to(dtype) for vector in vectors
+        )
+    batch_statistics = running_mean is None
+    return F.batch_norm(
+        input, running_mean, running_var, weight, bias, batch_statistics, momentum, eps
+    )
 
 
 def train(
@@ -206,7 +213,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         return output
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias.
 
         Joins its collective whether or not the input needs a gradient: that may differ between
@@ -272,18 +279,26 @@ def _all_reduce(message: Tensor, group: ProcessGroup, layer: str, direction: str
     try:
         return collectives.all_reduce_sum(message, group)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has "
-            "failed, left, did not come in time or runs another layer; look at the first error "
-            "of the other ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what "
-            f"they do{_place(layer, group)}: {error}"
-        ) from error
+        raise _communication_error(error, group, layer, direction) from error
+
+
+def _communication_error(
+    error: RuntimeError, group: ProcessGroup, layer: str, direction: str
+) -> RuntimeError:
+    return RuntimeError(
+        f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has failed, "
+        "left, did not come in time or runs another layer; look at the first error of the other "
+        "ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what they do"
+        f"{_place(layer, group)}: {error}"
+    )
 
 
 def _meet(group: ProcessGroup, input: Tensor, layer: str) -> None:
-    """Raise ValueError if another rank's first message to this group has another size."""
-    size = 2 * input.size(1) + 1
-    other = collectives.meet(group, size)
+    """Raise ValueError if another rank's message to this group has another size."""
+    try:
+        other = collectives.meet(group, 2 * input.size(1) + 1)
+    except RuntimeError as error:
+        raise _communication_error(error, group, layer, "forward") from error
     if other is not None:
         collectives.withdraw(group, other, input.device)
         raise ValueError(

@@ -1,6 +1,8 @@
 """What goes over the wire: how often, how much; and what ranks hear of each other's failures."""
 
 import os
+import subprocess
+import sys
 import time
 from datetime import timedelta
 
@@ -191,3 +193,18 @@ def meet_at_different_collectives(rank, world_size):
 def test_ranks_that_met_at_different_times_do_not_mistrust_each_other():
     with Ranks(2) as ranks:
         assert ranks.run(meet_at_different_collectives) == [[None, None]] * 2
+
+
+def test_backend_without_store_and_sequence_numbers():
+    """As torch's fake backend, which dry runs of large worlds use."""
+    script = """
+import torch, torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from syncbn import SyncBatchNorm
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+x = torch.rand(4, 3, requires_grad=True)
+SyncBatchNorm(3)(x).sum().backward()
+print(list(x.grad.shape))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout.strip() == "[4, 3]", result.stderr

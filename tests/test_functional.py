@@ -30,6 +30,12 @@ def test_bias_without_weight():
     assert bias.grad.tolist() == [20.0] * 3 and bias.grad.dtype == torch.float32
 
 
+def test_evaluation_needs_running_statistics():
+    x = make_input((4, 3, 5), "contiguous", torch.float32)
+    with pytest.raises(ValueError, match="expected running_mean and running_var when training"):
+        sync_batch_norm(x, None, None)
+
+
 def test_gradcheck():
     x = make_input((3, 2, 4), "contiguous", torch.float64).requires_grad_()
     weight = torch.rand(2, dtype=torch.float64, requires_grad=True)
