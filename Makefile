@@ -9,7 +9,7 @@ WHEEL ?=
 
 BIN := $(VENV)/bin
 TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* syncbn/*)
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* syncbn/*.py*)
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
 
 .PHONY: help demo test lint format wheel clean

@@ -14,6 +14,17 @@ OLDEST_TORCH = "2.11"  # TORCH_TARGET_VERSION in csrc/common/stable.h
 # comparisons be vectorised and change no result. -g0: debug information is 20 times the code.
 COMPILE_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 
+
+class BuildHereToo(BuildExtension):
+    """Also leaves the binary in the source tree, which hides the installed package from Python
+    wherever the checkout is the current directory."""
+
+    def run(self):
+        super().run()
+        if not self.inplace:
+            self.copy_extensions_to_source()
+
+
 extension = CppExtension(
     "syncbn._C",
     sources=["csrc/module.cpp", "csrc/ops.cpp", *sorted(glob("csrc/cpu/*.cpp"))],
@@ -33,4 +44,4 @@ print(
     file=sys.stderr,
 )
 
-setup(version=VERSION, ext_modules=[extension], cmdclass={"build_ext": BuildExtension})
+setup(version=VERSION, ext_modules=[extension], cmdclass={"build_ext": BuildHereToo})

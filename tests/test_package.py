@@ -36,7 +36,7 @@ def test_binary_tells_what_it_was_built_for():
 
 def test_collect_env_prints_what_a_bug_report_needs():
     result = subprocess.run(
-        [sys.executable, "-P", "-m", "syncbn.collect_env"],
+        [sys.executable, "-m", "syncbn.collect_env"],
         capture_output=True,
         text=True,
         check=True,
