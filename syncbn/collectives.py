@@ -31,8 +31,16 @@ else:
 # What torch.distributed.new_group returns on a rank that is not a member.
 _NON_MEMBER = -100
 
-# The message sizes that each group has been seen to send, for meet().
-_sizes_met: WeakKeyDictionary[ProcessGroup, set[int]] = WeakKeyDictionary()
+
+class _Met:
+    """What a group has sent before: message sizes, and the number of its last first message."""
+
+    def __init__(self) -> None:
+        self.sizes: set[int] = set()
+        self.last_number = -1
+
+
+_met: WeakKeyDictionary[ProcessGroup, _Met] = WeakKeyDictionary()
 
 
 def check_process_group(process_group: object) -> None:
@@ -73,7 +81,7 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return tensor
 
 
-def meet(group: ProcessGroup, size: int) -> int | None:
+def meet(group: ProcessGroup, size: int, device: torch.device) -> int | None:
     """Before a group's first message of this size, compare it with what other ranks send.
 
     Ranks whose messages differ in size crash (gloo) or hang (NCCL) inside the collective. The
@@ -83,19 +91,20 @@ def meet(group: ProcessGroup, size: int) -> int | None:
     Returns:
         The size that another rank sends, if it differs.
     """
-    sizes = _sizes_met.setdefault(group, set())
-    if size in sizes:
+    met = _met.setdefault(group, _Met())
+    if size in met.sizes:
         return None
-    sizes.add(size)
+    met.sizes.add(size)
     try:
-        number = group._get_sequence_number_for_group()  # type: ignore[attr-defined]
+        number = group._get_backend(device)._get_sequence_number_for_group()
     except RuntimeError:  # a backend that does not number its collectives
         return None
     store = group.get_group_store()
-    if store is None:  # MPI has none
+    # MPI has no store. A number that stood still since the last meeting counts nothing.
+    if store is None or number == met.last_number:
         return None
-    key = f"syncbn/{number}"
-    first = int(store.compare_set(key, "", str(size)))
+    met.last_number = number
+    first = int(store.compare_set(f"syncbn/{number}", "", str(size)))
     return None if first == size else first
 
 

@@ -296,7 +296,7 @@ def _communication_error(
 def _meet(group: ProcessGroup, input: Tensor, layer: str) -> None:
     """Raise ValueError if another rank's message to this group has another size."""
     try:
-        other = collectives.meet(group, 2 * input.size(1) + 1)
+        other = collectives.meet(group, 2 * input.size(1) + 1, input.device)
     except RuntimeError as error:
         raise _communication_error(error, group, layer, "forward") from error
     if other is not None:

@@ -15,6 +15,9 @@ from ranks import Failure, Ranks
 from syncbn import SyncBatchNorm, collectives
 
 
+CPU = torch.device("cpu")
+
+
 class Count:
     """Records each call of a collective of torch.distributed."""
 
@@ -114,9 +117,9 @@ def meet_again(rank, world_size):
     group = dist.group.WORLD
     first = []
     for size in (9, 9, 17):
-        first.append(collectives.meet(group, size))
+        first.append(collectives.meet(group, size, CPU))
         dist.all_reduce(torch.ones(1))
-    second = collectives.meet(group, 33 + rank)
+    second = collectives.meet(group, 33 + rank, CPU)
     dist.all_reduce(torch.ones(1))
     return first, second
 
@@ -182,10 +185,10 @@ def meet_at_different_collectives(rank, world_size):
     """Rank 1 has met a size before, which rank 0 meets now; the ranks agree all the same."""
     group = dist.group.WORLD
     if rank == 1:
-        collectives._sizes_met.setdefault(group, set()).add(9)
-    met = [collectives.meet(group, 9)]
+        collectives._met.setdefault(group, collectives._Met()).sizes.add(9)
+    met = [collectives.meet(group, 9, CPU)]
     dist.all_reduce(torch.ones(1))
-    met.append(collectives.meet(group, 17))
+    met.append(collectives.meet(group, 17, CPU))
     dist.all_reduce(torch.ones(1))
     return met
 
@@ -193,6 +196,15 @@ def meet_at_different_collectives(rank, world_size):
 def test_ranks_that_met_at_different_times_do_not_mistrust_each_other():
     with Ranks(2) as ranks:
         assert ranks.run(meet_at_different_collectives) == [[None, None]] * 2
+
+
+def meet_without_progress(rank, world_size):
+    return [collectives.meet(dist.group.WORLD, size, CPU) for size in (9, 17)]
+
+
+def test_sequence_number_that_stands_still_accuses_nobody():
+    with Ranks(2) as ranks:
+        assert ranks.run(meet_without_progress) == [[None, None]] * 2
 
 
 def test_backend_without_store_and_sequence_numbers():
