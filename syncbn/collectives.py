@@ -96,7 +96,8 @@ def meet(group: ProcessGroup, size: int, device: torch.device) -> int | None:
         return None
     met.sizes.add(size)
     try:
-        number = group._get_backend(device)._get_sequence_number_for_group()
+        backend: Any = group._get_backend(device)
+        number = backend._get_sequence_number_for_group()
     except RuntimeError:  # a backend that does not number its collectives
         return None
     store = group.get_group_store()

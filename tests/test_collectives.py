@@ -14,7 +14,6 @@ from ranks import Failure, Ranks
 
 from syncbn import SyncBatchNorm, collectives
 
-
 CPU = torch.device("cpu")
 
 
