@@ -72,6 +72,8 @@ def convert_sync_batchnorm(
         In both cases nothing has been changed.
 
     Example:
+        >>> from torch import nn
+        >>> from syncbn import convert_sync_batchnorm
         >>> convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
         SyncBatchNorm(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
     """
@@ -128,6 +130,8 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         TypeError: ``module`` is not a module.
 
     Example:
+        >>> from torch import nn
+        >>> from syncbn import convert_sync_batchnorm, revert_sync_batchnorm
         >>> revert_sync_batchnorm(convert_sync_batchnorm(nn.BatchNorm2d(8)))
         BatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
     """

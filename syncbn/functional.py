@@ -57,6 +57,8 @@ def sync_batch_norm(
         RuntimeError: Another rank failed, left or did not come.
 
     Example:
+        >>> import torch
+        >>> from syncbn import sync_batch_norm
         >>> x = torch.arange(6.0).view(3, 2)
         >>> sync_batch_norm(x, None, None, training=True)
         tensor([[-1.2247, -1.2247],

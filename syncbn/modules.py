@@ -46,6 +46,8 @@ class SyncBatchNorm(_BatchNorm):
         ValueError: ``eps`` negative or not finite, ``momentum`` not finite.
 
     Example:
+        >>> import torch
+        >>> from syncbn import SyncBatchNorm
         >>> layer = SyncBatchNorm(2)
         >>> layer(torch.arange(6.0).view(3, 2)).shape
         torch.Size([3, 2])
