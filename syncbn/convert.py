@@ -95,11 +95,7 @@ def convert_sync_batchnorm(
             return layer
         target = _sync_class(layer)
         if target is None:
-            warnings.warn(
-                f"the layer {name!r} is a {type(layer).__name__}, whose forward is its own: it is "
-                "left as it is and does not synchronise",
-                stacklevel=3,
-            )
+            _warn_own_forward(layer, name, "does not synchronise")
             return layer
         new: SyncBatchNorm = _with_class(layer, target)
         new._name = name
@@ -140,6 +136,9 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     def revert(layer: nn.Module, name: str) -> nn.Module:
         if not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
             return layer
+        if type(layer).forward not in _PLAIN_FORWARDS:
+            _warn_own_forward(layer, name, "still synchronises")
+            return layer
         converted_from = getattr(layer, "_converted_from", None)
         new: nn.Module = _with_class(layer, converted_from or BatchNorm)
         for attribute in ("process_group", "_name", "_converted_from"):
@@ -152,6 +151,14 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 def _check_module(module: object) -> None:
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}")
+
+
+def _warn_own_forward(layer: nn.Module, name: str, consequence: str) -> None:
+    warnings.warn(
+        f"the layer {name!r} is a {type(layer).__name__}, whose forward is its own: it is left as "
+        f"it is and {consequence}",
+        stacklevel=2,
+    )
 
 
 def _sync_class(layer: _BatchNorm) -> type[SyncBatchNorm] | None:

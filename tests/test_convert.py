@@ -97,6 +97,16 @@ def test_subclass_with_its_own_forward_is_left_alone_and_named():
     assert type(converted[0][0]) is Doubled and type(converted[1]) is SyncBatchNorm
 
 
+def test_revert_leaves_a_subclass_with_its_own_forward_alone_and_names_it():
+    class Tripled(SyncBatchNorm):
+        def forward(self, input):
+            return 3 * super().forward(input)
+
+    with pytest.warns(UserWarning, match=r"'0' is a Tripled.* still synchronises"):
+        reverted = revert_sync_batchnorm(nn.Sequential(Tripled(3)))
+    assert type(reverted[0]) is Tripled
+
+
 def test_parametrized_layer_is_left_alone_and_named():
     layer = nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(3), "weight", dim=0)
     with pytest.warns(UserWarning, match="'0' is a ParametrizedBatchNorm2d"):
