@@ -189,8 +189,13 @@ class SyncBatchNormFunction(torch.autograd.Function):
         layer: str,
     ) -> Tensor:
         """Return the normalised input; arguments as :func:`train`."""
-        input = _as_dense(input)
-        totals = ops.batch_norm_stats(input)
+        try:
+            input = _as_dense(input)
+            totals = ops.batch_norm_stats(input)
+        except Exception:  # out of memory, say; the other ranks must not wait for this one
+            if group is not None:
+                collectives.withdraw(group, 2 * input.size(1) + 1, input.device)
+            raise
         if group is not None:
             totals = _all_reduce(totals, group, layer, "forward")
         try:

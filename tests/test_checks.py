@@ -6,7 +6,7 @@ import torch.distributed as dist
 from cases import make_input
 from ranks import Failure, Ranks
 
-from syncbn import SyncBatchNorm, sync_batch_norm
+from syncbn import SyncBatchNorm, ops, sync_batch_norm
 
 X = make_input((4, 3, 5), "contiguous", torch.float32)
 
@@ -181,3 +181,20 @@ def test_bad_input_on_one_rank_fails_the_others_at_once(bad, kind, message):
     assert isinstance(waiting, Failure) and waiting.kind == "RuntimeError"
     assert "another rank of the process group withdrew" in waiting.message
     assert "[layer 'body.bn1', rank 0 of 2]" in waiting.message
+
+
+def run_out_of_memory(rank, world_size):
+    if rank == 1:
+
+        def fail(input):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        ops.batch_norm_stats = fail
+    SyncBatchNorm(3)(torch.rand(2, 3))
+
+
+def test_failure_before_the_collective_fails_the_others_at_once():
+    with Ranks(2, case_seconds=15) as ranks:
+        waiting, failed = ranks.outcomes(run_out_of_memory)
+    assert "can't allocate memory" in failed.message
+    assert "another rank of the process group withdrew" in waiting.message
