@@ -1,6 +1,6 @@
 """Small batches on several ranks: BatchNorm per rank, syncbn, and one process with it all.
 
-    pip install "syncbn[demo]"
+    pip install matplotlib scikit-learn tqdm
     torchrun --nproc-per-node 2 examples/digits.py
 
 Trains one small net on scikit-learn's digits three times, from the same parameters, with the same
