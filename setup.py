@@ -44,4 +44,9 @@ print(
     file=sys.stderr,
 )
 
-setup(version=VERSION, ext_modules=[extension], cmdclass={"build_ext": BuildHereToo})
+setup(
+    version=VERSION,
+    license="BSD-3-Clause",  # in here, because setuptools 77 changed its form in pyproject.toml
+    ext_modules=[extension],
+    cmdclass={"build_ext": BuildHereToo},
+)
