@@ -20,8 +20,10 @@ namespace {
 constexpr const char* kOp = "syncbn::batch_norm_backward_reduce";
 
 // Sums of a chunk that lies as rows, one for each column.
-template <typename A>
+template <typename S>
 struct ColumnGradSums {
+  using A = compute_t<S>;
+
   alignas(64) A grads[kMatrixBlock];
   alignas(64) A deviations[kMatrixBlock];
 
@@ -33,23 +35,23 @@ struct ColumnGradSums {
   }
 
   template <int kRows>
-  SYNCBN_INLINE void add_rows(const A* dy, int64_t dy_stride, const A* x, int64_t x_stride,
+  SYNCBN_INLINE void add_rows(const S* dy, int64_t dy_stride, const S* x, int64_t x_stride,
                               int64_t columns, const A* center) {
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < columns; ++c) {
       A grad = 0;
       A deviation = 0;
       for (int r = 0; r < kRows; ++r) {
-        const A g = dy[r * dy_stride + c];
+        const A g = to_compute(dy[r * dy_stride + c]);
         grad += g;
-        deviation += g * (x[r * x_stride + c] - center[c]);
+        deviation += g * (to_compute(x[r * x_stride + c]) - center[c]);
       }
       grads[c] += grad;
       deviations[c] += deviation;
     }
   }
 
-  SYNCBN_INLINE void add(Rows<const A> dy, Rows<const A> x, int64_t rows, int64_t columns,
+  SYNCBN_INLINE void add(Rows<const S> dy, Rows<const S> x, int64_t rows, int64_t columns,
                          const A* center) {
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) {  // four rows for each visit of the sums
@@ -73,24 +75,25 @@ struct ColumnGradSums {
 // A chunk of one channel is laid out as rows of kLanes values, and a shorter one with the rest.
 template <typename T>
 struct PlanarGradSums {
+  using S = staged_t<T>;
   using A = compute_t<T>;
   static constexpr int kColumns = kLanes<A>;
 
   static SYNCBN_INLINE void run(const T* dy, const T* x, Geometry geometry, int64_t channel,
                                 int64_t begin, int64_t end, A center, double* grad,
                                 double* deviation) {
-    alignas(64) A dy_buffer[kPlanarChunk];
-    alignas(64) A x_buffer[kPlanarChunk];
+    alignas(64) S dy_buffer[kPlanarChunk];
+    alignas(64) S x_buffer[kPlanarChunk];
     alignas(64) A centers[kColumns];
     std::fill(centers, centers + kColumns, center);
-    ColumnGradSums<A> sums;
+    ColumnGradSums<S> sums;
     double grads[kColumns] = {};
     double deviations[kColumns] = {};
     for (Runs runs(geometry, channel, begin, end); runs.left > 0;) {
       const int64_t n = runs.next_chunk();
       Runs same = runs;
-      const A* dy_chunk = load_runs(dy, same, n, dy_buffer);
-      const A* x_chunk = load_runs(x, runs, n, x_buffer);
+      const S* dy_chunk = load_runs(dy, same, n, dy_buffer);
+      const S* x_chunk = load_runs(x, runs, n, x_buffer);
       const int64_t rows = n / kColumns;
       const int64_t done = rows * kColumns;
       sums.clear(kColumns);
@@ -107,15 +110,16 @@ struct PlanarGradSums {
 
 template <typename T>
 struct MatrixGradSums {
+  using S = staged_t<T>;
   using A = compute_t<T>;
 
   // dy and x are the item's top left values; width <= kMatrixBlock.
   static SYNCBN_INLINE void run(Rows<const T> dy, Rows<const T> x, int64_t rows, int64_t width,
                                 const A* center, double* grad, double* deviation) {
     constexpr int64_t kTile = kPlanarChunk;
-    alignas(64) A dy_buffer[kStoredAsComputed<T> ? 1 : kTile];
-    alignas(64) A x_buffer[kStoredAsComputed<T> ? 1 : kTile];
-    ColumnGradSums<A> sums;
+    alignas(64) S dy_buffer[kStaged<T> ? kTile : 1];
+    alignas(64) S x_buffer[kStaged<T> ? kTile : 1];
+    ColumnGradSums<S> sums;
     const int64_t tile_rows = kTile / width;
     for (int64_t chunk = 0; chunk < rows; chunk += kMatrixChunk) {
       const int64_t end = std::min(chunk + kMatrixChunk, rows);

@@ -33,8 +33,10 @@ SYNCBN_INLINE void merge_chunk(double before, double& mean, double& m2, double c
 }
 
 // Sums of a chunk that lies as rows, one for each column.
-template <typename A>
+template <typename S>
 struct ColumnSums {
+  using A = compute_t<S>;
+
   alignas(64) double values[kMatrixBlock];
   alignas(64) A squares[kMatrixBlock];
   alignas(64) A center[kMatrixBlock];
@@ -47,13 +49,13 @@ struct ColumnSums {
   }
 
   template <int kRows>
-  SYNCBN_INLINE void add_rows(const A* x, int64_t stride, int64_t columns) {
+  SYNCBN_INLINE void add_rows(const S* x, int64_t stride, int64_t columns) {
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < columns; ++c) {
       A value = 0;
       A square = 0;
       for (int r = 0; r < kRows; ++r) {
-        const A v = x[r * stride + c];
+        const A v = to_compute(x[r * stride + c]);
         const A d = v - center[c];
         value += v;
         square += d * d;
@@ -63,7 +65,7 @@ struct ColumnSums {
     }
   }
 
-  SYNCBN_INLINE void add(Rows<const A> x, int64_t rows, int64_t columns) {
+  SYNCBN_INLINE void add(Rows<const S> x, int64_t rows, int64_t columns) {
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) {  // four rows for each visit of the sums
       add_rows<4>(x.data + r * x.stride, x.stride, columns);
@@ -77,10 +79,11 @@ struct ColumnSums {
 // A chunk of one channel is laid out as rows of kLanes values, and a shorter one with the rest.
 template <typename T>
 struct PlanarMoments {
+  using S = staged_t<T>;
   using A = compute_t<T>;
   static constexpr int kColumns = kLanes<A>;
 
-  static SYNCBN_INLINE void add_up(const A* x, int64_t n, A center, ColumnSums<A>& sums) {
+  static SYNCBN_INLINE void add_up(const S* x, int64_t n, A center, ColumnSums<S>& sums) {
     sums.clear(kColumns);
     std::fill(sums.center, sums.center + kColumns, center);
     const int64_t rows = n / kColumns;
@@ -92,12 +95,12 @@ struct PlanarMoments {
 
   static SYNCBN_INLINE void run(const T* x, Geometry geometry, int64_t channel, int64_t begin,
                                 int64_t end, double* mean, double* m2) {
-    alignas(64) A buffer[kPlanarChunk];
-    ColumnSums<A> sums;
+    alignas(64) S buffer[kPlanarChunk];
+    ColumnSums<S> sums;
     double before = 0;
     for (Runs runs(geometry, channel, begin, end); runs.left > 0;) {
       const int64_t n = runs.next_chunk();
-      const A* chunk = load_runs(x, runs, n, buffer);
+      const S* chunk = load_runs(x, runs, n, buffer);
       const auto count = static_cast<double>(n);
       if (before == 0) {
         add_up(chunk, n, 0, sums);
@@ -113,12 +116,13 @@ struct PlanarMoments {
 
 template <typename T>
 struct MatrixMoments {
+  using S = staged_t<T>;
   using A = compute_t<T>;
 
   static SYNCBN_INLINE void add_up(Rows<const T> x, int64_t rows, int64_t width,
-                                   ColumnSums<A>& sums) {
+                                   ColumnSums<S>& sums) {
     constexpr int64_t kTile = kPlanarChunk;
-    alignas(64) A buffer[kStoredAsComputed<T> ? 1 : kTile];
+    alignas(64) S buffer[kStaged<T> ? kTile : 1];
     sums.clear(width);
     const int64_t tile_rows = kTile / width;
     for (int64_t first = 0; first < rows; first += tile_rows) {
@@ -130,7 +134,7 @@ struct MatrixMoments {
   // x is the item's top left value; width <= kMatrixBlock.
   static SYNCBN_INLINE void run(Rows<const T> x, int64_t rows, int64_t width, double* mean,
                                 double* m2) {
-    ColumnSums<A> sums;
+    ColumnSums<S> sums;
     for (int64_t first = 0; first < rows; first += kMatrixChunk) {
       const int64_t n = std::min(kMatrixChunk, rows - first);
       const auto count = static_cast<double>(n);

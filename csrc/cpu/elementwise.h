@@ -14,11 +14,12 @@
 
 namespace syncbn::cpu {
 
-// Tiles of at most kTile values are computed one after the other, through buffers where T is not
-// computed with as it is stored.
+// Tiles of at most kTile values are computed one after the other, through buffers where T is
+// staged.
 template <template <typename> class Op, typename T>
 struct Elementwise {
   using A = compute_t<T>;
+  using S = staged_t<T>;
   static constexpr int kInputs = Op<A>::kInputs;
   static constexpr int kConstants = Op<A>::kConstants;
   static constexpr int64_t kTile = kPlanarChunk;
@@ -31,11 +32,11 @@ struct Elementwise {
   const A* constants;  // [kConstants][period]
   int64_t period;
 
-  // A tile in the compute type. Loops over the inputs would keep the loops over values from being
+  // Loops over the inputs would keep the loops over values from being
   // vectorised, hence the parameter packs.
   struct Tile {
-    std::array<Rows<const A>, kInputs> in;
-    Rows<A> out;
+    std::array<Rows<const S>, kInputs> in;
+    Rows<S> out;
 
     template <size_t... K>
     static SYNCBN_INLINE Op<A> constants_at(const A* constants, int64_t period,
@@ -46,7 +47,8 @@ struct Elementwise {
     template <size_t... I>
     SYNCBN_INLINE void compute(const Op<A>& op, int64_t row, int64_t column,
                                std::index_sequence<I...>) const {
-      out.data[row * out.stride + column] = op(in[I].data[row * in[I].stride + column]...);
+      out.data[row * out.stride + column] =
+          from_compute<S>(op(to_compute(in[I].data[row * in[I].stride + column])...));
     }
 
     // Row 0, from `begin` to `end`, with the same constants.
@@ -73,23 +75,23 @@ struct Elementwise {
 
   // The tile of `rows` times `columns` values from `first` on, in rows that are `stride` apart.
   struct Stage {
-    alignas(64) A buffers[kInputs][kStoredAsComputed<T> ? 1 : kTile];
+    alignas(64) S buffers[kInputs][kStaged<T> ? kTile : 1];
 
     template <size_t... I>
     SYNCBN_INLINE Tile load(const Elementwise& job, int64_t first, int64_t rows, int64_t columns,
                             int64_t stride, std::index_sequence<I...>) {
-      const std::array<Rows<const A>, kInputs> in{
+      const std::array<Rows<const S>, kInputs> in{
           load_rows<T>({job.inputs[I] + first, stride}, rows, columns, buffers[I])...};
-      if constexpr (kStoredAsComputed<T>) {
-        return {in, {job.output + first, stride}};
-      } else {
+      if constexpr (kStaged<T>) {
         return {in, {buffers[0], columns}};
+      } else {
+        return {in, {job.output + first, stride}};
       }
     }
 
     SYNCBN_INLINE void store(const Elementwise& job, int64_t first, int64_t rows, int64_t columns,
                              int64_t stride) {
-      if constexpr (!kStoredAsComputed<T>) {
+      if constexpr (kStaged<T>) {
         store_rows<T>(buffers[0], {job.output + first, stride}, rows, columns);
       }
     }

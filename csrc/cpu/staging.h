@@ -1,8 +1,8 @@
 // Values on their way between memory and the loops that compute with them.
 //
-// The loops know only float and double, over contiguous values. What is stored as 16 bits, or in
-// runs too short for a loop of their own, is brought into a buffer first that stays in L1; float
-// and double in long runs are computed with where they are.
+// Loops read float, double and bfloat16 where they are, provided that they lie in long runs. Runs
+// too short for a loop of their own, and float16 on x86-64, whose conversions no compiler
+// vectorises, are brought into a buffer first that stays in L1.
 #pragma once
 
 #include <algorithm>
@@ -19,42 +19,42 @@
 
 namespace syncbn::cpu {
 
-// Whether values of T are computed with as they are stored.
+// What loops see of stored values of T.
+#if defined(SYNCBN_AVX2)
 template <typename T>
-constexpr bool kStoredAsComputed = std::is_same_v<T, compute_t<T>>;
+using staged_t = std::conditional_t<std::is_same_v<T, Half>, float, T>;
+#else
+template <typename T>
+using staged_t = T;
+#endif
 
 template <typename T>
-struct Widen {
-  static SYNCBN_INLINE void run(const T* x, int64_t n, float* out) {
-    SYNCBN_INDEPENDENT
-    for (int64_t i = 0; i < n; ++i) {
-      out[i] = static_cast<float>(x[i]);
-    }
-  }
-};
+constexpr bool kStaged = !std::is_same_v<T, staged_t<T>>;
+
+template <typename T>
+SYNCBN_INLINE compute_t<T> to_compute(T x) {
+  return static_cast<compute_t<T>>(x);
+}
 
 // Rounds to nearest, ties to even. For bfloat16 as torch does, but without a branch on NaN, which
-// would keep the loop from being vectorised.
+// would keep loops from being vectorised.
 template <typename T>
-struct Narrow {
-  static SYNCBN_INLINE void run(const float* x, int64_t n, T* out) {
-    SYNCBN_INDEPENDENT
-    for (int64_t i = 0; i < n; ++i) {
-      if constexpr (std::is_same_v<T, BFloat16>) {
-        uint32_t bits;
-        std::memcpy(&bits, &x[i], sizeof(bits));
-        const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-        out[i].x = static_cast<uint16_t>(x[i] == x[i] ? rounded : 0x7fc0);
-      } else {
-        out[i] = static_cast<T>(x[i]);
-      }
-    }
+SYNCBN_INLINE T from_compute(compute_t<T> x) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof(bits));
+    const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    T result;
+    result.x = static_cast<uint16_t>(x == x ? rounded : 0x7fc0);
+    return result;
+  } else {
+    return static_cast<T>(x);
   }
-};
+}
 
 #if defined(SYNCBN_AVX2)
 
-// No compiler vectorises float16 by itself. The last vector overlaps the one before it.
+// The last vector overlaps the one before it.
 SYNCBN_AVX2 inline void widen_f16c(const Half* x, int64_t n, float* out) {
   const auto widen8 = [&](int64_t i) __attribute__((target("avx2,fma,f16c"))) {
     const auto* from = reinterpret_cast<const __m128i*>(x + i);
@@ -89,28 +89,33 @@ SYNCBN_AVX2 inline void narrow_f16c(const float* x, int64_t n, Half* out) {
 
 #endif
 
+// n values as they are staged.
 template <typename T>
-void widen(const T* x, int64_t n, compute_t<T>* out) {
-  if constexpr (kStoredAsComputed<T>) {
-    std::memcpy(out, x, n * sizeof(T));
-  } else {
+void load_values(const T* x, int64_t n, staged_t<T>* out) {
+  if constexpr (kStaged<T>) {
 #if defined(SYNCBN_AVX2)
-    if (std::is_same_v<T, Half> && has_avx2()) {
-      return widen_f16c(reinterpret_cast<const Half*>(x), n, out);
+    if (has_avx2()) {
+      return widen_f16c(x, n, out);
     }
 #endif
-    run<Widen<T>>(x, n, out);
+    for (int64_t i = 0; i < n; ++i) {
+      out[i] = to_compute(x[i]);
+    }
+  } else {
+    std::memcpy(out, x, n * sizeof(T));
   }
 }
 
 template <typename T>
-void narrow(const compute_t<T>* x, int64_t n, T* out) {
+void store_values(const staged_t<T>* x, int64_t n, T* out) {
 #if defined(SYNCBN_AVX2)
-  if (std::is_same_v<T, Half> && has_avx2()) {
-    return narrow_f16c(x, n, reinterpret_cast<Half*>(out));
+  if (has_avx2()) {
+    return narrow_f16c(x, n, out);
   }
 #endif
-  run<Narrow<T>>(x, n, out);
+  for (int64_t i = 0; i < n; ++i) {
+    out[i] = from_compute<T>(x[i]);
+  }
 }
 
 // Rows of values, `stride` apart.
@@ -120,18 +125,18 @@ struct Rows {
   int64_t stride;
 };
 
-// A tile of `rows` times `columns` values as it is computed with; the buffer takes it if need be.
+// A tile of `rows` times `columns` values as loops see it; the buffer takes it if need be.
 template <typename T>
-SYNCBN_INLINE Rows<const compute_t<T>> load_rows(Rows<const T> x, int64_t rows, int64_t columns,
-                                                 compute_t<T>* buffer) {
-  if constexpr (kStoredAsComputed<T>) {
+SYNCBN_INLINE Rows<const staged_t<T>> load_rows(Rows<const T> x, int64_t rows, int64_t columns,
+                                                staged_t<T>* buffer) {
+  if constexpr (!kStaged<T>) {
     return x;
   } else {
     if (x.stride == columns) {
-      widen(x.data, rows * columns, buffer);
+      load_values(x.data, rows * columns, buffer);
     } else {
       for (int64_t r = 0; r < rows; ++r) {
-        widen(x.data + r * x.stride, columns, buffer + r * columns);
+        load_values(x.data + r * x.stride, columns, buffer + r * columns);
       }
     }
     return {buffer, columns};
@@ -139,22 +144,21 @@ SYNCBN_INLINE Rows<const compute_t<T>> load_rows(Rows<const T> x, int64_t rows, 
 }
 
 template <typename T>
-SYNCBN_INLINE void store_rows(const compute_t<T>* buffer, Rows<T> out, int64_t rows,
+SYNCBN_INLINE void store_rows(const staged_t<T>* buffer, Rows<T> out, int64_t rows,
                               int64_t columns) {
   if (out.stride == columns) {
-    narrow(buffer, rows * columns, out.data);
+    store_values(buffer, rows * columns, out.data);
   } else {
     for (int64_t r = 0; r < rows; ++r) {
-      narrow(buffer + r * columns, columns, out.data + r * out.stride);
+      store_values(buffer + r * columns, columns, out.data + r * out.stride);
     }
   }
 }
 
 // The next n values of a channel, n from next_chunk(); `buffer` has room for kPlanarChunk.
 template <typename T>
-SYNCBN_INLINE const compute_t<T>* load_runs(const T* x, Runs& runs, int64_t n,
-                                            compute_t<T>* buffer) {
-  if constexpr (kStoredAsComputed<T>) {
+SYNCBN_INLINE const staged_t<T>* load_runs(const T* x, Runs& runs, int64_t n, staged_t<T>* buffer) {
+  if constexpr (!kStaged<T>) {
     if (n <= runs.length()) {
       x += runs.offset;
       runs.advance(n);
@@ -163,7 +167,7 @@ SYNCBN_INLINE const compute_t<T>* load_runs(const T* x, Runs& runs, int64_t n,
   }
   for (int64_t i = 0; i < n;) {
     const int64_t length = std::min(runs.length(), n - i);
-    widen(x + runs.offset, length, buffer + i);
+    load_values(x + runs.offset, length, buffer + i);
     runs.advance(length);
     i += length;
   }
