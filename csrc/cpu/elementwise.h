@@ -59,16 +59,13 @@ struct Elementwise {
       }
     }
 
-    // Rows with constants for each column, which are read once for kRows rows.
-    template <int kRows>
-    SYNCBN_INLINE void compute_rows(const A* constants, int64_t period, int64_t row,
-                                    int64_t columns) const {
+    // A row with constants for each column. One row at a time, although the constants are read
+    // for each: hardware prefetching follows a single stream best.
+    SYNCBN_INLINE void compute_row(const A* constants, int64_t period, int64_t row,
+                                   int64_t columns) const {
       SYNCBN_INDEPENDENT
       for (int64_t c = 0; c < columns; ++c) {
-        const Op<A> op = constants_at(constants + c, period, Constants{});
-        for (int r = 0; r < kRows; ++r) {
-          compute(op, row + r, c, Inputs{});
-        }
+        compute(constants_at(constants + c, period, Constants{}), row, c, Inputs{});
       }
     }
   };
@@ -135,12 +132,8 @@ struct Elementwise {
           const int64_t offset = first + row * width + column;
           const Tile tile = stage.load(job, offset, n, columns, width, Inputs{});
           const A* const constants = job.constants + column;
-          int64_t r = 0;
-          for (; r + 4 <= n; r += 4) {
-            tile.template compute_rows<4>(constants, job.period, r, columns);
-          }
-          for (; r < n; ++r) {
-            tile.template compute_rows<1>(constants, job.period, r, columns);
+          for (int64_t r = 0; r < n; ++r) {
+            tile.compute_row(constants, job.period, r, columns);
           }
           stage.store(job, offset, n, columns, width);
         }
