@@ -68,6 +68,7 @@ struct ColumnSums {
   SYNCBN_INLINE void add(Rows<const S> x, int64_t rows, int64_t columns) {
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4) {  // four rows for each visit of the sums
+      prefetch_ahead<S>({x.data + r * x.stride, x.stride}, 4, columns);
       add_rows<4>(x.data + r * x.stride, x.stride, columns);
     }
     for (; r < rows; ++r) {

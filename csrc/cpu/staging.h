@@ -125,6 +125,21 @@ struct Rows {
   int64_t stride;
 };
 
+// Asks for what lies 4 KB after some rows, to be called while they are read. The statistics, which
+// read a single stream, get half of the bandwidth of memory where they leave it to the hardware.
+// It does not matter to a prefetch that a tensor ends.
+template <typename T>
+SYNCBN_INLINE void prefetch_ahead(Rows<const T> x, int64_t rows, int64_t columns) {
+#if defined(__GNUC__)
+  const auto* bytes = reinterpret_cast<const char*>(x.data) + 4096;
+  for (int64_t r = 0; r < rows; ++r, bytes += x.stride * sizeof(T)) {
+    for (size_t i = 0; i < columns * sizeof(T); i += 64) {
+      __builtin_prefetch(bytes + i);
+    }
+  }
+#endif
+}
+
 // A tile of `rows` times `columns` values as loops see it; the buffer takes it if need be.
 template <typename T>
 SYNCBN_INLINE Rows<const staged_t<T>> load_rows(Rows<const T> x, int64_t rows, int64_t columns,
