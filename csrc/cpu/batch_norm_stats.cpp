@@ -2,8 +2,9 @@
 //
 // Each item of work owns a segment of positions of some channels. It goes through them once, in
 // chunks, adding up for each the values, in double but for groups of four, and the squares of
-// their deviations from a centre, in float (all in double for double). The centre of a chunk is
-// the mean of the chunks before it, the first one's is its own mean: far enough from cancellation,
+// their deviations from a centre, in float (all in double for double). The values and not their
+// deviations: a mean near zero would show the rounding of the centre. The centre of a chunk is the
+// mean of the chunks before it, the first one's is its own mean: far enough from cancellation,
 // since what rounding takes from the squares of a chunk whose mean is d away from the centre is
 // small against the d^2 that merging it adds. Chunks, then segments, are merged exactly in double.
 // Reads the input once from memory.
