@@ -1,8 +1,8 @@
 // batch_norm_apply on the CPU: statistics and running statistics per channel, then one pass over
 // the input, which reads it and writes the output once each.
 //
-// float32's rounding of a large mean would show in x - mean, so the mean is split into a float and
-// the rest that the float leaves.
+// float32's rounding of a large mean would show in x - mean: x - center is subtracted, with the
+// float next to the mean, and what that leaves of the mean is part of the shift.
 
 #include <cmath>
 #include <vector>
@@ -11,44 +11,22 @@
 #include "../common/dispatch.h"
 #include "../common/moments.h"
 #include "channel_vector.h"
-#include "partition.h"
-#include "simd.h"
+#include "elementwise.h"
 
 namespace syncbn::cpu {
 namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_apply";
 
-template <typename T, typename A>
-SYNCBN_INLINE T normalize(T x, A center, A rest, A scale, A shift) {
-  return static_cast<T>(((static_cast<A>(x) - center) - rest) * scale + shift);
-}
+template <typename A>
+struct Normalize {
+  static constexpr int kInputs = 1;
+  static constexpr int kConstants = 3;
+  A center;
+  A scale;
+  A shift;
 
-// n contiguous values of one channel.
-template <typename T>
-struct NormalizePlane {
-  using A = compute_t<T>;
-  static SYNCBN_INLINE void run(const T* __restrict x, T* __restrict y, int64_t n, A center, A rest,
-                                A scale, A shift) {
-    for (int64_t i = 0; i < n; ++i) {
-      y[i] = normalize(x[i], center, rest, scale, shift);
-    }
-  }
-};
-
-// Rows of `width` values, one for each entry of the channel arrays.
-template <typename T>
-struct NormalizeRows {
-  using A = compute_t<T>;
-  static SYNCBN_INLINE void run(const T* __restrict x, T* __restrict y, int64_t rows, int64_t width,
-                                const A* __restrict center, const A* __restrict rest,
-                                const A* __restrict scale, const A* __restrict shift) {
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < width; ++c) {
-        y[r * width + c] = normalize(x[r * width + c], center[c], rest[c], scale[c], shift[c]);
-      }
-    }
-  }
+  SYNCBN_INLINE A operator()(A x) const { return (x - center) * scale + shift; }
 };
 
 // Moves the running statistics and the batch counter. Channels without finite statistics keep
@@ -118,29 +96,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   }
   update_running(moments, running_mean, running_var, num_batches_tracked, momentum);
 
+  const auto weights = read_channels(weight, channels, 1);
+  const auto biases = read_channels(bias, channels, 0);
   dispatch_float(input.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     auto* y = static_cast<T*>(output.mutable_data_ptr());
-    using A = compute_t<T>;
-    const auto weights = read_channels(weight, channels, 1);
-    const auto center = channel_array<A>(geometry, [&](int64_t c) { return means[c]; });
-    const auto rest =
-        channel_array<A>(geometry, [&](int64_t c) { return means[c] - static_cast<A>(means[c]); });
-    const auto scale =
-        channel_array<A>(geometry, [&](int64_t c) { return weights[c] * invstds[c]; });
-    const auto biases = read_channels(bias, channels, 0);
-    const auto shift = channel_array<A>(geometry, [&](int64_t c) { return biases[c]; });
-    if (geometry.is_matrix()) {
-      for_each_row_range(geometry, [&](int64_t first, int64_t rows, int64_t width) {
-        run<NormalizeRows<T>>(x + first, y + first, rows, width, center.data(), rest.data(),
-                              scale.data(), shift.data());
-      });
-    } else {
-      for_each_plane(geometry, [&](int64_t c, int64_t first, int64_t n) {
-        run<NormalizePlane<T>>(x + first, y + first, n, center[c], rest[c], scale[c], shift[c]);
-      });
-    }
+    elementwise<Normalize>(geometry, std::array{x}, y, [&](int k, int64_t c) {
+      const double center = static_cast<compute_t<T>>(means[c]);
+      const double scale = weights[c] * invstds[c];
+      return k == 0 ? center : k == 1 ? scale : biases[c] - (means[c] - center) * scale;
+    });
   });
   return {output, mean, invstd, count};
 }

@@ -1,51 +1,30 @@
 // batch_norm_backward_apply on the CPU: one pass, which reads dy and x and writes dx once each.
 
-#include <vector>
-
 #include "../common/checks.h"
 #include "../common/dispatch.h"
 #include "channel_vector.h"
-#include "partition.h"
-#include "simd.h"
+#include "elementwise.h"
 
 namespace syncbn::cpu {
 namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
 
-// scale = weight * invstd, mean_dy = sum(dy) / count, slope = invstd * sum(dy * xhat) / count
-template <typename T, typename A>
-SYNCBN_INLINE T grad_input_value(T dy, T x, A center, A rest, A mean_dy, A slope, A scale) {
-  const A deviation = (static_cast<A>(x) - center) - rest;
-  return static_cast<T>((static_cast<A>(dy) - mean_dy - deviation * slope) * scale);
-}
+// (dy - sum(dy) / count - (x - mean) * slope) * scale, with
+// slope = invstd * sum(dy * xhat) / count, scale = weight * invstd.
+// x - center is subtracted, with the float next to the mean; what that leaves of the mean times
+// the slope is part of the offset, -sum(dy) / count.
+template <typename A>
+struct GradInput {
+  static constexpr int kInputs = 2;
+  static constexpr int kConstants = 4;
+  A center;
+  A slope;
+  A offset;
+  A scale;
 
-// n contiguous values of one channel.
-template <typename T>
-struct GradInputPlane {
-  using A = compute_t<T>;
-  static SYNCBN_INLINE void run(const T* __restrict dy, const T* __restrict x, T* __restrict dx,
-                                int64_t n, A center, A rest, A mean_dy, A slope, A scale) {
-    for (int64_t i = 0; i < n; ++i) {
-      dx[i] = grad_input_value(dy[i], x[i], center, rest, mean_dy, slope, scale);
-    }
-  }
-};
-
-// Rows of `width` values, one for each entry of the channel arrays.
-template <typename T>
-struct GradInputRows {
-  using A = compute_t<T>;
-  static SYNCBN_INLINE void run(const T* __restrict dy, const T* __restrict x, T* __restrict dx,
-                                int64_t rows, int64_t width, const A* __restrict center,
-                                const A* __restrict rest, const A* __restrict mean_dy,
-                                const A* __restrict slope, const A* __restrict scale) {
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < width; ++c) {
-        const int64_t i = r * width + c;
-        dx[i] = grad_input_value(dy[i], x[i], center[c], rest[c], mean_dy[c], slope[c], scale[c]);
-      }
-    }
+  SYNCBN_INLINE A operator()(A dy, A x) const {
+    return ((dy + offset) - (x - center) * slope) * scale;
   }
 };
 
@@ -71,29 +50,23 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
 
   dispatch_float(input.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
-    using A = compute_t<T>;
     const auto* dy = static_cast<const T*>(grad_output.const_data_ptr());
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     auto* dx = static_cast<T*>(grad_input.mutable_data_ptr());
-    const auto center = channel_array<A>(geometry, [&](int64_t c) { return means[c]; });
-    const auto rest =
-        channel_array<A>(geometry, [&](int64_t c) { return means[c] - static_cast<A>(means[c]); });
-    const auto mean_dy = channel_array<A>(geometry, [&](int64_t c) { return totals[c] / n; });
-    const auto slope = channel_array<A>(
-        geometry, [&](int64_t c) { return invstds[c] * totals[channels + c] / n; });
-    const auto scale =
-        channel_array<A>(geometry, [&](int64_t c) { return weights[c] * invstds[c]; });
-    if (geometry.is_matrix()) {
-      for_each_row_range(geometry, [&](int64_t first, int64_t rows, int64_t width) {
-        run<GradInputRows<T>>(dy + first, x + first, dx + first, rows, width, center.data(),
-                              rest.data(), mean_dy.data(), slope.data(), scale.data());
-      });
-    } else {
-      for_each_plane(geometry, [&](int64_t c, int64_t first, int64_t values) {
-        run<GradInputPlane<T>>(dy + first, x + first, dx + first, values, center[c], rest[c],
-                               mean_dy[c], slope[c], scale[c]);
-      });
-    }
+    elementwise<GradInput>(geometry, std::array{dy, x}, dx, [&](int k, int64_t c) {
+      const double center = static_cast<compute_t<T>>(means[c]);
+      const double slope = invstds[c] * totals[channels + c] / n;
+      switch (k) {
+        case 0:
+          return center;
+        case 1:
+          return slope;
+        case 2:
+          return (means[c] - center) * slope - totals[c] / n;
+        default:
+          return weights[c] * invstds[c];
+      }
+    });
   });
   return grad_input;
 }

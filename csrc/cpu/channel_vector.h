@@ -1,12 +1,11 @@
 // One value per channel: weights, biases, running buffers and their gradients are read and written
-// as double, whatever their dtype and stride; loops get arrays of their own compute type.
+// as double, whatever their dtype and stride.
 #pragma once
 
 #include <optional>
 #include <vector>
 
 #include "../common/dispatch.h"
-#include "partition.h"
 
 namespace syncbn::cpu {
 
@@ -35,22 +34,6 @@ inline void write_channels(const Tensor& tensor, const std::vector<double>& valu
       data[c * stride] = static_cast<T>(values[c]);
     }
   });
-}
-
-// value(channel) for each channel, as the element-wise loops of partition.h index it: for a matrix
-// repeated to the width of its widest row.
-template <typename A, typename Value>
-std::vector<A> channel_array(const Geometry& geometry, const Value& value) {
-  const int64_t channels = geometry.channels;
-  const int64_t repeats = geometry.is_matrix() ? rows_per_wide_row(channels) : 1;
-  std::vector<A> values(channels * repeats);
-  for (int64_t c = 0; c < channels; ++c) {
-    const auto one = static_cast<A>(value(c));
-    for (int64_t i = 0; i < repeats; ++i) {
-      values[i * channels + c] = one;
-    }
-  }
-  return values;
 }
 
 }  // namespace syncbn::cpu

@@ -44,8 +44,9 @@ struct Partition {
 // Calls function(segment, first channel, end channel, first position, end position) for each item.
 template <typename Function>
 void for_each_item(const Geometry& geometry, const Partition& partition, const Function& function) {
-  const int64_t items = partition.segments * partition.blocks;
-  const int64_t values_per_item = std::max<int64_t>(geometry.numel() / items, 1);
+  const int64_t items = geometry.numel() == 0 ? 0 : partition.segments * partition.blocks;
+  const int64_t values_per_item =
+      std::max<int64_t>(geometry.numel() / std::max<int64_t>(items, 1), 1);
   torch::stable::parallel_for(
       0, items, divide_up(kMinValuesPerThread, values_per_item), [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; ++item) {
@@ -66,6 +67,28 @@ inline int64_t rows_per_wide_row(int64_t channels) {
   return std::max<int64_t>(kFullWidth / channels, 1);
 }
 
+// The width of a tile of a matrix: at most kMatrixBlock, and no narrow one at the end.
+inline int64_t even_columns(int64_t width) {
+  constexpr int64_t kAlign = 16;
+  const int64_t tiles = divide_up(width, kMatrixBlock);
+  return std::min(divide_up(divide_up(width, tiles), kAlign) * kAlign, width);
+}
+
+// Calls function(begin, end) for pieces of [0, count) that take kPieceValues values or so. Threads
+// own contiguous ranges and walk them from the end, piece by piece: the reduction that went before
+// has just read the end, so that is where the caches still hold the input.
+template <typename Function>
+void for_each_piece(int64_t count, int64_t values_each, const Function& function) {
+  constexpr int64_t kPieceValues = 65536;  // less of it costs the hardware prefetching
+  const int64_t piece = divide_up(kPieceValues, values_each);
+  torch::stable::parallel_for(0, count, divide_up(kMinValuesPerThread, values_each),
+                              [&](int64_t begin, int64_t end) {
+                                for (int64_t last = end; last > begin; last -= piece) {
+                                  function(std::max(last - piece, begin), last);
+                                }
+                              });
+}
+
 // Element-wise work on a matrix: calls function(first value, rows, width) for pieces of rows of
 // `width` values; width is channels, or channels * rows_per_wide_row(channels).
 template <typename Function>
@@ -74,29 +97,20 @@ void for_each_row_range(const Geometry& geometry, const Function& function) {
   const int64_t wide = rows_per_wide_row(channels);
   const int64_t wide_rows = geometry.outer / wide;
   const int64_t width = channels * wide;
-  torch::stable::parallel_for(
-      0, wide_rows, divide_up(kMinValuesPerThread, width),
-      [&](int64_t begin, int64_t end) { function(begin * width, end - begin, width); });
+  for_each_piece(wide_rows, width,
+                 [&](int64_t begin, int64_t end) { function(begin * width, end - begin, width); });
   if (const int64_t rest = geometry.outer % wide; rest > 0) {
     function(wide_rows * width, rest, channels);
   }
 }
 
-// Element-wise work on planes: calls function(channel, first value, number of values).
+// Element-wise work on planes: calls function(first value, end value).
 template <typename Function>
-void for_each_plane(const Geometry& geometry, const Function& function) {
-  const int64_t pieces = divide_up(geometry.inner, kMinValuesPerThread);
-  const int64_t piece = divide_up(geometry.inner, std::max<int64_t>(pieces, 1));
-  torch::stable::parallel_for(
-      0, geometry.outer * geometry.channels * pieces,
-      divide_up(kMinValuesPerThread, std::max<int64_t>(piece, 1)), [&](int64_t begin, int64_t end) {
-        for (int64_t item = begin; item < end; ++item) {
-          const int64_t plane = item / pieces;
-          const int64_t first = item % pieces * piece;
-          function(plane % geometry.channels, plane * geometry.inner + first,
-                   std::min(piece, geometry.inner - first));
-        }
-      });
+void for_each_value_range(const Geometry& geometry, const Function& function) {
+  const int64_t values = geometry.numel();
+  for_each_piece(divide_up(values, kPlanarChunk), kPlanarChunk, [&](int64_t begin, int64_t end) {
+    function(begin * kPlanarChunk, std::min(end * kPlanarChunk, values));
+  });
 }
 
 // The runs of contiguous values that positions [begin, end) of one channel consist of.
@@ -106,6 +120,7 @@ struct Runs {
   int64_t offset;  // of the current run, from the start of the tensor
   int64_t within;  // its place in its plane
   int64_t left;
+  int64_t piece;  // values of a plane that make a chunk, 0 where a chunk takes many planes
 
   Runs(const Geometry& geometry, int64_t channel, int64_t begin, int64_t end)
       : channel_stride(geometry.channels * geometry.inner),
@@ -113,9 +128,15 @@ struct Runs {
         offset(begin / geometry.inner * channel_stride + channel * geometry.inner +
                begin % geometry.inner),
         within(begin % geometry.inner),
-        left(end - begin) {}
+        left(end - begin),
+        piece(inner < kPlanarChunk / 2 ? 0 : divide_up(inner, divide_up(inner, kPlanarChunk))) {}
 
   int64_t length() const { return std::min(inner - within, left); }
+  // Large planes are cut evenly, so that a chunk is contiguous and none is short; of small ones a
+  // chunk takes as many values as there are.
+  int64_t next_chunk() const {
+    return piece > 0 ? std::min(piece, length()) : std::min(kPlanarChunk, left);
+  }
   void advance(int64_t length) {
     left -= length;
     offset += length;

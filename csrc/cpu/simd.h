@@ -11,19 +11,30 @@
 #define SYNCBN_INLINE inline
 #endif
 
-namespace syncbn::cpu {
+// Before a loop: its iterations do not depend on one another.
+#if defined(__GNUC__) && !defined(__clang__)
+#define SYNCBN_INDEPENDENT _Pragma("GCC ivdep")
+#else
+#define SYNCBN_INDEPENDENT
+#endif
 
 #if defined(__x86_64__) && defined(__GNUC__)
+#define SYNCBN_AVX2 __attribute__((target("avx2,fma,f16c"), noinline))
+#endif
 
-template <typename Kernel, typename... Args>
-__attribute__((target("avx2,fma,f16c"), noinline)) void run_avx2(Args... args) {
-  Kernel::run(args...);
-}
+namespace syncbn::cpu {
+
+#if defined(SYNCBN_AVX2)
 
 inline bool has_avx2() {
   static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
                                 __builtin_cpu_supports("f16c");
   return supported;
+}
+
+template <typename Kernel, typename... Args>
+SYNCBN_AVX2 void run_avx2(Args... args) {
+  Kernel::run(args...);
 }
 
 template <typename Kernel, typename... Args>
@@ -57,9 +68,20 @@ struct ComputeType<double> {
 template <typename T>
 using compute_t = typename ComputeType<T>::type;
 
-// Independent accumulators of a sum over contiguous values: four AVX2 vectors of float, two of
-// double (with four, two sums at once no longer fit the registers: 7 times slower).
-template <typename T>
-constexpr int kLanes = sizeof(compute_t<T>) == 4 ? 32 : 8;
+// Independent accumulators of a sum over contiguous values: four AVX2 vectors.
+template <typename A>
+constexpr int kLanes = 128 / sizeof(A);
+
+// Adds up kCount accumulators, a power of two; the sum is in the first.
+template <int kCount, typename A>
+SYNCBN_INLINE void fold(A* sums) {
+  constexpr int kHalf = kCount / 2;
+  for (int i = 0; i < kHalf; ++i) {
+    sums[i] += sums[i + kHalf];
+  }
+  if constexpr (kHalf > 1) {
+    fold<kHalf>(sums);
+  }
+}
 
 }  // namespace syncbn::cpu
