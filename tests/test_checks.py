@@ -174,7 +174,7 @@ def train_named_layer(rank, world_size, bad):
 
 @pytest.mark.parametrize(("bad", "kind", "message"), BAD_ON_ONE_RANK)
 def test_bad_input_on_one_rank_fails_the_others_at_once(bad, kind, message):
-    with Ranks(2, case_seconds=15) as ranks:  # far less than the collective's own limit
+    with Ranks(2, case_seconds=30) as ranks:  # far less than the collective's own limit
         waiting, failed = ranks.outcomes(train_named_layer, bad)
     assert isinstance(failed, Failure) and failed.kind == kind
     assert message in failed.message and "[layer 'body.bn1', rank 1 of 2]" in failed.message
@@ -194,7 +194,7 @@ def run_out_of_memory(rank, world_size):
 
 
 def test_failure_before_the_collective_fails_the_others_at_once():
-    with Ranks(2, case_seconds=15) as ranks:
+    with Ranks(2, case_seconds=30) as ranks:
         waiting, failed = ranks.outcomes(run_out_of_memory)
     assert "can't allocate memory" in failed.message
     assert "another rank of the process group withdrew" in waiting.message

@@ -98,7 +98,7 @@ def train(rank, world_size, channels, name="body.bn1"):
 
 def test_ranks_with_different_channels_all_fail_with_words():
     """Without the meeting before it, gloo would end one of the processes by SIGABRT."""
-    with Ranks(3, case_seconds=15) as ranks:
+    with Ranks(3, case_seconds=30) as ranks:
         outcomes = ranks.outcomes(train, [4, 8, 4])
     kinds = sorted(outcome.kind for outcome in outcomes)
     assert kinds in (
@@ -153,7 +153,7 @@ def leave_before_the_backward(rank, world_size):
     [(leave_before_the_forward, "forward"), (leave_before_the_backward, "backward")],
 )
 def test_rank_that_dies_fails_the_others_at_once_with_words(case, direction):
-    with Ranks(2, case_seconds=15) as ranks:
+    with Ranks(2, case_seconds=30) as ranks:
         survivor, dead = ranks.outcomes(case)
     assert dead.message == "exit code 3"
     assert isinstance(survivor, Failure) and survivor.kind == "RuntimeError"
@@ -173,7 +173,7 @@ def stay_away(rank, world_size):
 
 
 def test_rank_that_does_not_come_fails_the_others_at_the_groups_timeout():
-    with Ranks(2, case_seconds=20) as ranks:
+    with Ranks(2, case_seconds=30) as ranks:
         waiting, _ = ranks.outcomes(stay_away)
     assert waiting.kind == "RuntimeError"
     assert "did not come in time" in waiting.message

@@ -220,7 +220,7 @@ def disagree(rank, world_size):
 
 
 def test_44957_ranks_that_disagree_fail_with_the_layers_name():
-    with Ranks(2, case_seconds=15) as ranks:
+    with Ranks(2, case_seconds=30) as ranks:
         for rank, outcome in enumerate(ranks.outcomes(disagree)):
             assert outcome.kind in ("ValueError", "RuntimeError")
             assert f"[layer '0', rank {rank} of 2]" in outcome.message
