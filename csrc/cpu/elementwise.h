@@ -150,18 +150,24 @@ void elementwise(const Geometry& geometry, const std::array<const T*, kInputs>& 
   using A = typename Job::A;
   const int64_t channels = geometry.channels;
   const int64_t repeats = geometry.is_matrix() ? rows_per_wide_row(channels) : 1;
-  const int64_t period = channels * repeats;
-  std::vector<A> constants(Job::kConstants * period);
+  const int64_t width = channels * repeats;
+  struct alignas(64) Line {  // vectors of constants must not straddle cache lines
+    A values[64 / sizeof(A)];
+  };
+  const int64_t lines = divide_up(width * sizeof(A), sizeof(Line));
+  std::vector<Line> storage(Job::kConstants * lines);
+  A* const constants = storage.data()->values;
+  const int64_t period = lines * (sizeof(Line) / sizeof(A));
   for (int k = 0; k < Job::kConstants; ++k) {
-    A* const out = &constants[k * period];
+    A* const out = constants + k * period;
     for (int64_t c = 0; c < channels; ++c) {
       out[c] = static_cast<A>(constant(k, c));
     }
-    for (int64_t i = channels; i < period; ++i) {
+    for (int64_t i = channels; i < width; ++i) {
       out[i] = out[i - channels];
     }
   }
-  const Job job{inputs, output, geometry, constants.data(), period};
+  const Job job{inputs, output, geometry, constants, period};
   if (geometry.is_matrix()) {
     for_each_row_range(geometry, [&](int64_t first, int64_t rows, int64_t width) {
       run<typename Job::Matrix>(&job, first, rows, width);

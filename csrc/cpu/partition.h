@@ -74,21 +74,6 @@ inline int64_t even_columns(int64_t width) {
   return std::min(divide_up(divide_up(width, tiles), kAlign) * kAlign, width);
 }
 
-// Calls function(begin, end) for pieces of [0, count) that take kPieceValues values or so. Threads
-// own contiguous ranges and walk them from the end, piece by piece: the reduction that went before
-// has just read the end, so that is where the caches still hold the input.
-template <typename Function>
-void for_each_piece(int64_t count, int64_t values_each, const Function& function) {
-  constexpr int64_t kPieceValues = 65536;  // less of it costs the hardware prefetching
-  const int64_t piece = divide_up(kPieceValues, values_each);
-  torch::stable::parallel_for(0, count, divide_up(kMinValuesPerThread, values_each),
-                              [&](int64_t begin, int64_t end) {
-                                for (int64_t last = end; last > begin; last -= piece) {
-                                  function(std::max(last - piece, begin), last);
-                                }
-                              });
-}
-
 // Element-wise work on a matrix: calls function(first value, rows, width) for pieces of rows of
 // `width` values; width is channels, or channels * rows_per_wide_row(channels).
 template <typename Function>
@@ -97,8 +82,9 @@ void for_each_row_range(const Geometry& geometry, const Function& function) {
   const int64_t wide = rows_per_wide_row(channels);
   const int64_t wide_rows = geometry.outer / wide;
   const int64_t width = channels * wide;
-  for_each_piece(wide_rows, width,
-                 [&](int64_t begin, int64_t end) { function(begin * width, end - begin, width); });
+  torch::stable::parallel_for(
+      0, wide_rows, divide_up(kMinValuesPerThread, width),
+      [&](int64_t begin, int64_t end) { function(begin * width, end - begin, width); });
   if (const int64_t rest = geometry.outer % wide; rest > 0) {
     function(wide_rows * width, rest, channels);
   }
@@ -108,9 +94,11 @@ void for_each_row_range(const Geometry& geometry, const Function& function) {
 template <typename Function>
 void for_each_value_range(const Geometry& geometry, const Function& function) {
   const int64_t values = geometry.numel();
-  for_each_piece(divide_up(values, kPlanarChunk), kPlanarChunk, [&](int64_t begin, int64_t end) {
-    function(begin * kPlanarChunk, std::min(end * kPlanarChunk, values));
-  });
+  torch::stable::parallel_for(0, divide_up(values, kPlanarChunk),
+                              kMinValuesPerThread / kPlanarChunk, [&](int64_t begin, int64_t end) {
+                                function(begin * kPlanarChunk,
+                                         std::min(end * kPlanarChunk, values));
+                              });
 }
 
 // The runs of contiguous values that positions [begin, end) of one channel consist of.
