@@ -11,6 +11,11 @@ pybind11::dict build_info() {
   info["oldest_torch"] = SYNCBN_OLDEST_TORCH;
   info["built_with_torch"] = SYNCBN_BUILT_WITH_TORCH;
   info["cuda"] = SYNCBN_BUILT_WITH_CUDA;
+#if defined(__x86_64__) && defined(__GNUC__)
+  info["instruction_sets"] = "x86-64 baseline and AVX2, chosen at run time";
+#else
+  info["instruction_sets"] = "the compiler's baseline";
+#endif
 #if defined(__clang__)
   info["compiler"] = "clang " __clang_version__;
 #elif defined(__GNUC__)

@@ -1,4 +1,4 @@
-"""Synchronized batch normalization for PyTorch, on CPUs and GPUs."""
+"""Synchronized batch normalization for PyTorch: a drop-in for torch.nn.SyncBatchNorm."""
 
 from syncbn._extension import build_info
 from syncbn.convert import convert_sync_batchnorm, revert_sync_batchnorm

@@ -5,6 +5,7 @@ size for one, is never an error in here.
 """
 
 import math
+from numbers import Real
 
 import torch
 from torch import Tensor
@@ -74,26 +75,47 @@ def check_channel_vectors(input: Tensor, **vectors: Tensor | None) -> None:
             )
 
 
-def check_running(running_mean: Tensor | None, running_var: Tensor | None) -> None:
-    """Raise ValueError unless both running statistics are given, or neither."""
+def check_running(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None = None,
+) -> None:
+    """Check that both running statistics are given or neither, and the batch counter.
+
+    Raises:
+        TypeError: The counter is not one int64.
+        ValueError: Only one of the running statistics, or a counter on another device.
+    """
     if (running_mean is None) != (running_var is None):
         got = "running_mean" if running_var is None else "running_var"
         raise ValueError(
             f"expected both of running_mean and running_var or neither, but got only {got}"
         )
+    if num_batches_tracked is None:
+        return
+    if num_batches_tracked.dtype != torch.int64 or num_batches_tracked.numel() != 1:
+        raise TypeError(
+            "expected num_batches_tracked to be one int64, but got "
+            f"{_dtype_name(num_batches_tracked.dtype)} of shape {list(num_batches_tracked.shape)}"
+        )
+    if running_mean is not None and num_batches_tracked.device != running_mean.device:
+        raise ValueError(
+            f"expected num_batches_tracked to be on {running_mean.device}, the device of "
+            f"running_mean, but got {num_batches_tracked.device}"
+        )
 
 
 def check_eps(eps: object) -> None:
     """Raise TypeError unless ``eps`` is a number, ValueError unless finite and not negative."""
-    if not isinstance(eps, (int, float)) or isinstance(eps, bool):
+    if not isinstance(eps, Real) or isinstance(eps, bool):
         raise TypeError(f"expected eps to be a number, but got {type(eps).__name__}")
-    if not 0 <= eps < math.inf:
+    if not 0 <= float(eps) < math.inf:
         raise ValueError(f"expected eps to be finite and not negative, but got {eps}")
 
 
 def check_momentum(momentum: object) -> None:
     """Raise TypeError unless ``momentum`` is a number, ValueError unless it is finite."""
-    if not isinstance(momentum, (int, float)) or isinstance(momentum, bool):
+    if not isinstance(momentum, Real) or isinstance(momentum, bool):
         raise TypeError(f"expected momentum to be a number, but got {type(momentum).__name__}")
     if not math.isfinite(momentum):
         raise ValueError(f"expected momentum to be finite, but got {momentum}")

@@ -16,6 +16,7 @@ def collect_env() -> dict[str, str]:
         "syncbn": build_info["version"],
         "built with": f"torch {build_info['built_with_torch']}, {build_info['compiler']}",
         "torch ABI": f"stable, {build_info['oldest_torch']} and later",
+        "built for": build_info["instruction_sets"],
         "CUDA operators": "built" if build_info["cuda"] else "not built",
         "devices": ", ".join(device_types),
         "torch": torch.__version__,

@@ -4,6 +4,7 @@ A forward or backward pass makes one call of :func:`all_reduce_sum`.
 """
 
 import contextlib
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -32,15 +33,17 @@ else:
 _NON_MEMBER = -100
 
 
-class _Met:
-    """What a group has sent before: message sizes, and the number of its last first message."""
+class _Meetings:
+    """The message sizes that a group has met for, and which group of its name it is."""
 
-    def __init__(self) -> None:
-        self.sizes: set[int] = set()
-        self.last_number = -1
+    def __init__(self, group: ProcessGroup) -> None:
+        _groups_named[group.group_name] += 1
+        self.incarnation = _groups_named[group.group_name]
+        self.sizes: list[int] = []
 
 
-_met: WeakKeyDictionary[ProcessGroup, _Met] = WeakKeyDictionary()
+_meetings: WeakKeyDictionary[ProcessGroup, _Meetings] = WeakKeyDictionary()
+_groups_named: Counter[str] = Counter()
 
 
 def check_process_group(process_group: object) -> None:
@@ -85,27 +88,34 @@ def meet(group: ProcessGroup, size: int, device: torch.device) -> int | None:
     """Before a group's first message of this size, compare it with what other ranks send.
 
     Ranks whose messages differ in size crash (gloo) or hang (NCCL) inside the collective. The
-    group's store tells beforehand: the first rank there writes its size under the number of the
-    coming collective, the others compare. Never waits, and sends no collective.
+    group's store tells beforehand: the first rank at this meeting writes its size, the others
+    compare. Never waits, and sends no collective.
+
+    Ranks are at the same meeting if they have met for the same sizes before, in the same group
+    (a later one may have its name and its store), and if their backend has counted as many
+    operations. The count keeps apart the ranks of which some compile, which do not meet; where it
+    differs for another reason, such as sends between some of them, ranks do not compare.
 
     Returns:
         The size that another rank sends, if it differs.
     """
-    met = _met.setdefault(group, _Met())
-    if size in met.sizes:
+    meetings = _meetings.get(group)
+    if meetings is None:
+        meetings = _meetings[group] = _Meetings(group)
+    if size in meetings.sizes:
         return None
-    met.sizes.add(size)
+    met_before = "-".join(map(str, meetings.sizes))
+    meetings.sizes.append(size)
     try:
         backend: Any = group._get_backend(device)
         number = backend._get_sequence_number_for_group()
     except RuntimeError:  # a backend that does not number its collectives
         return None
     store = group.get_group_store()
-    # MPI has no store. A number that stood still since the last meeting counts nothing.
-    if store is None or number == met.last_number:
+    if store is None:  # MPI has none
         return None
-    met.last_number = number
-    first = int(store.compare_set(f"syncbn/{number}", "", str(size)))
+    key = f"syncbn/{meetings.incarnation}/{number}/{met_before}"
+    first = int(store.compare_set(key, "", str(size)))
     return None if first == size else first
 
 

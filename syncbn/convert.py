@@ -1,13 +1,13 @@
 """Conversion of a model's batch normalization layers, and the way back."""
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils import parametrize
 
 from syncbn import collectives
 from syncbn.collectives import ProcessGroup
@@ -39,32 +39,23 @@ class SyncBatchNormAct(SyncBatchNorm):
         return output
 
 
-# Whose forward is plain batch normalization.
-_PLAIN_FORWARDS = (
-    _BatchNorm.forward,
-    nn.SyncBatchNorm.forward,
-    SyncBatchNorm.forward,
-    SyncBatchNormAct.forward,
-)
-
-
 def convert_sync_batchnorm(
     module: nn.Module, process_group: ProcessGroup | None = None
 ) -> nn.Module:
     """Replace a model's batch normalization layers by :class:`syncbn.SyncBatchNorm`.
 
-    Takes BatchNorm1d, 2d and 3d, ``torch.nn.SyncBatchNorm``, their subclasses that leave forward
-    alone, and timm's ``BatchNormAct2d`` with its activation. Parameters and buffers stay the same
+    Takes BatchNorm1d, 2d and 3d, ``torch.nn.SyncBatchNorm``, their subclasses that add no methods,
+    and timm's ``BatchNormAct2d`` with its activation. Parameters and buffers stay the same
     objects, so do hooks, training mode, ``qconfig`` and whatever else the layer carries; a layer
     registered twice stays one. Other subclasses are left alone, with a warning that names them.
 
     Args:
-        module: The model; changed in place. A batch normalization layer itself is left as it is.
+        module: The model; changed in place. An ordinary batch normalization layer itself is not.
         process_group: The ranks that share a batch; None is all of them, or for a layer that is
             synchronised already the group it has.
 
     Returns:
-        ``module``, or the new layer where ``module`` is a batch normalization layer.
+        ``module``, or the new layer where ``module`` is an ordinary batch normalization layer.
 
     Raises:
         TypeError: ``module`` is not a module or ``process_group`` not a group.
@@ -88,6 +79,7 @@ def convert_sync_batchnorm(
 
     def convert(layer: nn.Module, name: str) -> nn.Module:
         if isinstance(layer, SyncBatchNorm):
+            layer._name = layer._name or name
             if process_group is not None:
                 layer.process_group = process_group
             return layer
@@ -95,7 +87,7 @@ def convert_sync_batchnorm(
             return layer
         target = _sync_class(layer)
         if target is None:
-            _warn_own_forward(layer, name, "does not synchronise")
+            _warn_own_methods(layer, name, "does not synchronise")
             return layer
         new: SyncBatchNorm = _with_class(layer, target)
         new._name = name
@@ -136,8 +128,8 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     def revert(layer: nn.Module, name: str) -> nn.Module:
         if not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
             return layer
-        if type(layer).forward not in _PLAIN_FORWARDS:
-            _warn_own_forward(layer, name, "still synchronises")
+        if not _is_plain(layer):
+            _warn_own_methods(layer, name, "still synchronises")
             return layer
         converted_from = getattr(layer, "_converted_from", None)
         new: nn.Module = _with_class(layer, converted_from or BatchNorm)
@@ -153,24 +145,42 @@ def _check_module(module: object) -> None:
         raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}")
 
 
-def _warn_own_forward(layer: nn.Module, name: str, consequence: str) -> None:
+def _warn_own_methods(layer: nn.Module, name: str, consequence: str) -> None:
     warnings.warn(
-        f"the layer {name!r} is a {type(layer).__name__}, whose forward is its own: it is left as "
-        f"it is and {consequence}",
+        f"the layer {name!r} is a {type(layer).__name__}, which is not plain batch normalization: "
+        f"it has methods of its own, is left as it is and {consequence}",
         stacklevel=2,
     )
 
 
+# What a subclass may define and still be the layer it derives from.
+_HARMLESS = {"__init__", "_check_input_dim", "extra_repr"}
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether the layer does what one of torch's or our own classes does, and nothing else."""
+    if "forward" in vars(layer):  # replaced on the instance
+        return False
+    for cls in type(layer).__mro__:
+        if cls.__module__.startswith(("torch.nn.modules.", "syncbn.")):
+            return True
+        own = {
+            name
+            for name, value in vars(cls).items()
+            if callable(value) or isinstance(value, (property, classmethod, staticmethod))
+        }
+        if own - _HARMLESS:
+            return False
+    return False
+
+
 def _sync_class(layer: _BatchNorm) -> type[SyncBatchNorm] | None:
     """Return the class that does what this layer does, synchronised; None if there is none."""
-    if parametrize.is_parametrized(layer):
-        return None
-    if type(layer).forward in _PLAIN_FORWARDS:
+    if _is_plain(layer):
         return SyncBatchNorm
-    for base in type(layer).__mro__:
-        if base.__name__ == "BatchNormAct2d" and base.__module__.startswith("timm."):
-            return SyncBatchNormAct if type(layer).forward is vars(base)["forward"] else None
-    return None
+    cls = type(layer)
+    is_timms = cls.__name__ == "BatchNormAct2d" and cls.__module__.startswith("timm.")
+    return SyncBatchNormAct if is_timms and "forward" not in vars(layer) else None
 
 
 def _with_class(layer: nn.Module, cls: type[nn.Module]) -> Any:
@@ -183,6 +193,11 @@ def _with_class(layer: nn.Module, cls: type[nn.Module]) -> Any:
     new.__dict__.update(layer.__dict__)
     for own in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         new.__dict__[own] = layer.__dict__[own].copy()
+    # These hooks hold their module, weakly; the others are given it.
+    new.__dict__["_load_state_dict_pre_hooks"] = OrderedDict(
+        (key, type(hook)(hook.hook, new) if getattr(hook, "with_module", False) else hook)
+        for key, hook in layer.__dict__["_load_state_dict_pre_hooks"].items()
+    )
     return new
 
 

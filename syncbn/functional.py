@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.fx
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -90,6 +91,10 @@ def evaluate(
 
     The operator is torch's own, so that exporters and compilers see what they know.
     """
+    if isinstance(input, torch.fx.Proxy):  # symbolic tracing has no values to check
+        return F.batch_norm(
+            input, running_mean, running_var, weight, bias, running_mean is None, momentum, eps
+        )
     try:
         checks.check_input(input, num_features)
         checks.check_channel_vectors(
@@ -141,7 +146,7 @@ def train(
         checks.check_channel_vectors(
             input, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
         )
-        checks.check_running(running_mean, running_var)
+        checks.check_running(running_mean, running_var, num_batches_tracked)
         checks.check_eps(eps)
         if momentum is not None:
             checks.check_momentum(momentum)
@@ -156,19 +161,29 @@ def train(
         momentum = 0.0
     if group is not None and not torch.compiler.is_compiling():
         _meet(group, input, layer)
+    try:
+        # Out here, where autograd sees it: higher derivatives go through what is saved.
+        dense = _as_dense(input)
+    except RuntimeError:  # out of memory: the other ranks must not wait for this one
+        if group is not None:
+            collectives.withdraw(group, 2 * input.size(1) + 1, input.device)
+        raise
     output: Tensor = SyncBatchNormFunction.apply(
-        input,
+        dense,
         weight,
         bias,
         running_mean,
         running_var,
         num_batches_tracked,
-        momentum,
-        eps,
+        None if momentum is None else float(momentum),
+        float(eps),
         group,
         layer,
     )
     return output
+
+
+torch.fx.wrap("train")  # symbolic tracing records the call
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
@@ -188,11 +203,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
         group: ProcessGroup | None,
         layer: str,
     ) -> Tensor:
-        """Return the normalised input; arguments as :func:`train`."""
+        """Return the normalised input, which is dense; arguments as :func:`train`."""
         try:
-            input = _as_dense(input)
             totals = ops.batch_norm_stats(input)
-        except Exception:  # out of memory, say; the other ranks must not wait for this one
+        except RuntimeError:  # as above
             if group is not None:
                 collectives.withdraw(group, 2 * input.size(1) + 1, input.device)
             raise
@@ -255,11 +269,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
 def _as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """Return ``tensor`` in a layout that the operators take: its own, or that of ``like``."""
     like = tensor if like is None else like
-    if like.is_contiguous():
+    if like.is_contiguous() or not like.movedim(1, -1).is_contiguous():
         return tensor.contiguous()
-    if like.movedim(1, -1).is_contiguous():  # channels-last of any rank
-        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
-    return tensor.contiguous()
+    channels_last = tensor.movedim(1, -1)  # of any rank
+    return tensor if channels_last.is_contiguous() else channels_last.contiguous().movedim(-1, 1)
 
 
 def _is_recomputation() -> bool:

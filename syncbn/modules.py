@@ -83,6 +83,14 @@ class SyncBatchNorm(_BatchNorm):
             self.register_parameter("bias", None)
         self.process_group = process_group
 
+    def reset_parameters(self) -> None:
+        """Set weight and bias to 1 and 0, and the running statistics to those of no batch."""
+        self.reset_running_stats()
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``; see the class."""
         if not self.training:

@@ -122,6 +122,12 @@ def test_bad_channel_keeps_its_running_statistics(bad):
     assert (mean[others] != 0).all()
 
 
+def test_variance_past_float16_leaves_a_float16_buffer_alone():
+    mean, var = torch.zeros(1).half(), torch.ones(1).half()
+    apply(torch.tensor([[-600.0], [600.0]]).half(), mean=mean, var=var)
+    assert var.item() == 1.0 and mean.item() == 0.0
+
+
 def test_withdrawn_rank_is_an_error_and_changes_nothing():
     x = make_input((3, 2), "contiguous", torch.float32)
     totals = ops.batch_norm_stats(x)

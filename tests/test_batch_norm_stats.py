@@ -50,6 +50,15 @@ def test_variance_survives_a_large_mean(layout, ratio):
     torch.testing.assert_close(var, expected, rtol=bound, atol=0.0)
 
 
+def test_outlier_where_a_segment_of_work_begins():
+    """Here the second segment begins with the last value of a plane."""
+    x = make_input((41, 2, 829), "contiguous", torch.float32, mean=0.0, std=1.0)
+    x[20, :, 828] = 1e4
+    _, var, _ = read_message(ops.batch_norm_stats(x), 2)
+    _, expected = reference_moments(x)
+    torch.testing.assert_close(var, expected, rtol=1e-6, atol=0.0)  # float sums of squares
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", EMPTY_SHAPES)
 def test_empty_input_sends_zeros(shape, dtype):

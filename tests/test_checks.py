@@ -1,5 +1,6 @@
 """Bad input: each case has an error of the right type that names what was expected and came."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -109,6 +110,21 @@ def test_bad_momentum(momentum, kind, message):
     layer = SyncBatchNorm(3)
     layer.momentum = momentum
     with pytest.raises(kind, match=message):
+        layer(X)
+
+
+def test_numpy_scalars_are_numbers():
+    layer = SyncBatchNorm(3, eps=np.float32(1e-5), momentum=np.float32(0.1))
+    expected = SyncBatchNorm(3)
+    torch.testing.assert_close(layer(X), expected(X))  # float32's 0.1 and 1e-5
+    torch.testing.assert_close(layer.running_mean, expected.running_mean)
+
+
+@pytest.mark.parametrize("counter", [torch.tensor(0.0), torch.zeros(2).long()])
+def test_bad_batch_counter(counter):
+    layer = SyncBatchNorm(3)
+    layer.num_batches_tracked = counter
+    with pytest.raises(TypeError, match="expected num_batches_tracked to be one int64, but got"):
         layer(X)
 
 

@@ -181,11 +181,9 @@ def test_rank_that_does_not_come_fails_the_others_at_the_groups_timeout():
 
 
 def meet_at_different_collectives(rank, world_size):
-    """Rank 1 has met a size before, which rank 0 meets now; the ranks agree all the same."""
+    """Rank 1 runs its first layer compiled, which does not meet; the ranks agree all the same."""
     group = dist.group.WORLD
-    if rank == 1:
-        collectives._met.setdefault(group, collectives._Met()).sizes.add(9)
-    met = [collectives.meet(group, 9, CPU)]
+    met = [collectives.meet(group, 9, CPU)] if rank == 0 else []
     dist.all_reduce(torch.ones(1))
     met.append(collectives.meet(group, 17, CPU))
     dist.all_reduce(torch.ones(1))
@@ -194,16 +192,45 @@ def meet_at_different_collectives(rank, world_size):
 
 def test_ranks_that_met_at_different_times_do_not_mistrust_each_other():
     with Ranks(2) as ranks:
-        assert ranks.run(meet_at_different_collectives) == [[None, None]] * 2
+        assert ranks.run(meet_at_different_collectives) == [[None, None], [None]]
 
 
-def meet_without_progress(rank, world_size):
-    return [collectives.meet(dist.group.WORLD, size, CPU) for size in (9, 17)]
+def send_then_train(rank, world_size):
+    """Sends count for the ranks that take part in them alone."""
+    if rank == 0:
+        dist.send(torch.ones(1), 1)
+    if rank == 1:
+        dist.recv(torch.empty(1), 0)
+    for channels in (4, 8, 16):
+        SyncBatchNorm(channels)(torch.rand(3, channels))
+    return True
 
 
-def test_sequence_number_that_stands_still_accuses_nobody():
-    with Ranks(2) as ranks:
-        assert ranks.run(meet_without_progress) == [[None, None]] * 2
+def test_sends_between_some_ranks_make_nobody_mistrust_the_others():
+    with Ranks(3) as ranks:
+        assert ranks.run(send_then_train) == [True] * 3
+
+
+class Group:
+    """A process group whose name, store and count of operations are those of one before it."""
+
+    group_name = "0"
+    store = dist.HashStore()
+
+    def get_group_store(self):
+        return self.store
+
+    def _get_backend(self, device):
+        return self
+
+    def _get_sequence_number_for_group(self):
+        return 0
+
+
+def test_second_group_of_a_name_is_not_mistaken_for_the_first():
+    first, second = Group(), Group()
+    assert collectives.meet(first, 9, CPU) is None
+    assert collectives.meet(second, 17, CPU) is None
 
 
 def test_backend_without_store_and_sequence_numbers():

@@ -92,9 +92,57 @@ def test_hooks_move_along_and_their_handles_remove_them():
 
 def test_subclass_with_its_own_forward_is_left_alone_and_named():
     original = nn.Sequential(nn.Sequential(Doubled(3)), nn.BatchNorm2d(3))
-    with pytest.warns(UserWarning, match=r"'0\.0' is a Doubled, whose forward is its own"):
+    with pytest.warns(UserWarning, match=r"'0\.0' is a Doubled, .* does not synchronise"):
         converted = convert_sync_batchnorm(original)
     assert type(converted[0][0]) is Doubled and type(converted[1]) is SyncBatchNorm
+
+
+class Frozen(nn.BatchNorm2d):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class Described(nn.BatchNorm2d):
+    """Another constructor, another text."""
+
+    def __init__(self, channels):
+        super().__init__(channels, eps=0.5)
+
+    def extra_repr(self):
+        return "described"
+
+
+def test_subclass_with_other_methods_is_left_alone_and_named():
+    with pytest.warns(UserWarning, match="'0' is a Frozen, .* does not synchronise"):
+        converted = convert_sync_batchnorm(nn.Sequential(Frozen(3)))
+    assert not converted.train()[0].training
+
+
+def test_subclass_that_only_constructs_and_describes_itself_is_converted():
+    converted = convert_sync_batchnorm(nn.Sequential(Described(3)))
+    assert type(converted[0]) is SyncBatchNorm and converted[0].eps == 0.5
+    assert type(revert_sync_batchnorm(converted)[0]) is Described
+
+
+@pytest.mark.parametrize("convert", [convert_sync_batchnorm, revert_sync_batchnorm])
+def test_layer_with_a_forward_of_its_own_instance_is_left_alone_and_named(convert):
+    layer = nn.BatchNorm2d(3) if convert is convert_sync_batchnorm else SyncBatchNorm(3)
+    layer.forward = lambda input: input
+    with pytest.warns(UserWarning, match="'0' is a .*BatchNorm"):
+        assert convert(nn.Sequential(layer))[0] is layer
+
+
+def test_state_dict_hooks_get_the_new_layer():
+    layer, seen = nn.BatchNorm2d(3), []
+    layer.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    layer.register_state_dict_post_hook(lambda module, *_: seen.append(module))
+    state = layer.state_dict()
+    converted = convert_sync_batchnorm(nn.Sequential(layer))[0]
+    del layer
+    seen.clear()
+    converted.load_state_dict(state)
+    converted.state_dict()
+    assert len(seen) == 2 and all(module is converted for module in seen)
 
 
 def test_revert_leaves_a_subclass_with_its_own_forward_alone_and_names_it():
@@ -187,6 +235,12 @@ def test_reverted_layer_can_be_fused_and_exported():
     fused = nn.utils.fusion.fuse_conv_bn_eval(reverted[0], reverted[1])
     x = make_input((2, 3, 8, 8), "contiguous", torch.float32)
     torch.testing.assert_close(fused(x), reverted(x))  # float32 rounding
+
+
+def test_layer_that_is_ours_already_gets_its_name():
+    converted = convert_sync_batchnorm(nn.Sequential(SyncBatchNorm(3)))
+    with pytest.raises(ValueError, match=r"\[layer '0'\]"):
+        converted(torch.rand(2, 4))
 
 
 def test_errors_carry_the_name_of_the_layer():

@@ -77,3 +77,14 @@ def test_swa_update_bn(any_world):
     for mean, count, momentum in world:
         assert count == 3 and momentum == 0.1
         assert torch.equal(mean, world[0][0]) and mean.any()
+
+
+# Training records our function, evaluation torch's batch norm.
+@pytest.mark.filterwarnings("ignore:The nodes obtained by tracing")
+def test_feature_extraction():
+    from torchvision.models.feature_extraction import create_feature_extractor
+
+    model = convert_sync_batchnorm(build("resnet18")).eval()
+    x = torch.rand(1, 3, 64, 64)
+    features = create_feature_extractor(model, ["fc"])(x)["fc"]
+    assert torch.equal(features, model(x))

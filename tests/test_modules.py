@@ -77,6 +77,27 @@ def test_bias_false():
     torch.testing.assert_close(layer(x), expected)  # float32 rounding
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"affine": False}])
+def test_reset_parameters(options):
+    layer = SyncBatchNorm(3, **options)
+    with torch.no_grad():
+        for value in layer.state_dict().values():
+            value.fill_(7)
+    layer.reset_parameters()
+    fresh = SyncBatchNorm(3, **options).state_dict()
+    assert all(torch.equal(value, fresh[key]) for key, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_symbolic_tracing(training):
+    model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.ReLU()).train(training)
+    x = make_input((4, 3), "contiguous", torch.float32)
+    traced = torch.fx.symbolic_trace(copy.deepcopy(model))
+    assert torch.equal(traced(x), model(x))
+    functions = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert (nn.functional.batch_norm in functions) == (not training)
+
+
 def test_old_checkpoint_without_batch_counter_loads():
     state = SyncBatchNorm(3).state_dict()
     del state["num_batches_tracked"]

@@ -82,18 +82,29 @@ def derivatives(layer):
     return results
 
 
-def derivatives_on_ranks(rank, world_size):
-    return derivatives(layer_of_rank(rank, world_size, ours))
+LAYOUTS = {
+    "contiguous": lambda x: x,
+    "channels_last": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "strided": lambda x: torch.stack([x, x], -1)[..., 0],
+}
 
 
-def test_derivatives_of_second_and_third_order_are_those_of_the_whole_batch(any_world):
+def derivatives_on_ranks(rank, world_size, layout):
+    def layer(x, weight, bias):
+        return ours(LAYOUTS[layout](x), weight, bias)
+
+    return derivatives(layer_of_rank(rank, world_size, layer))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_derivatives_of_second_and_third_order_are_those_of_the_whole_batch(any_world, layout):
     def plain(x, weight, bias):  # no batch norm operator at all: torch's third is wrong
         mean = x.mean((0, 2), keepdim=True)
         var = (x - mean).square().mean((0, 2), keepdim=True)
         return (x - mean) / (var + 1e-5).sqrt() * weight.view(1, -1, 1) + bias.view(1, -1, 1)
 
     expected = derivatives(plain)
-    for results in any_world.run(derivatives_on_ranks):
+    for results in any_world.run(derivatives_on_ranks, layout):
         for actual, wanted in zip(results, expected, strict=True):
             # float64; third derivatives are sums of products that grow to 1e4 and cancel
             torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9 * wanted.abs().max())

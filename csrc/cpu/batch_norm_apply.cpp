@@ -29,8 +29,8 @@ struct Normalize {
   SYNCBN_INLINE A operator()(A x) const { return (x - center) * scale + shift; }
 };
 
-// Moves the running statistics and the batch counter. Channels without finite statistics keep
-// theirs: one overflowed step under loss scaling must not spoil the model for good.
+// Moves the running statistics and the batch counter. Where they would not be finite, a channel
+// keeps its own: one overflowed step under loss scaling must not spoil the model for good.
 void update_running(const std::vector<Moments>& moments, std::optional<Tensor>& running_mean,
                     std::optional<Tensor>& running_var, std::optional<Tensor>& num_batches_tracked,
                     std::optional<double> momentum) {
@@ -52,11 +52,15 @@ void update_running(const std::vector<Moments>& moments, std::optional<Tensor>& 
   const auto channels = static_cast<int64_t>(moments.size());
   auto means = read_channels(running_mean, channels, 0);
   auto variances = read_channels(running_var, channels, 0);
+  const double largest_mean = largest_finite(running_mean->scalar_type());
+  const double largest_variance = largest_finite(running_var->scalar_type());
   for (int64_t c = 0; c < channels; ++c) {
     const double unbiased = moments[c].m2 / std::max(count - 1, 1.0);
-    if (std::isfinite(moments[c].mean) && std::isfinite(unbiased)) {
-      means[c] = (1 - factor) * means[c] + factor * moments[c].mean;
-      variances[c] = (1 - factor) * variances[c] + factor * unbiased;
+    const double new_mean = (1 - factor) * means[c] + factor * moments[c].mean;
+    const double new_variance = (1 - factor) * variances[c] + factor * unbiased;
+    if (std::abs(new_mean) <= largest_mean && new_variance <= largest_variance) {
+      means[c] = new_mean;
+      variances[c] = new_variance;
     }
   }
   write_channels(*running_mean, means);

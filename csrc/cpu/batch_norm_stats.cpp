@@ -104,7 +104,12 @@ struct PlanarMoments {
     ColumnSums<S> sums;
     double before = 0;
     for (Runs runs(geometry, channel, begin, end); runs.left > 0;) {
-      const int64_t n = runs.next_chunk();
+      int64_t n = runs.next_chunk();
+      if (before == 0 && n < kPlanarChunk / 2) {
+        // The end of a plane, where the segment begins. A few outliers there would make the centre
+        // of a full chunk, and its squares would cancel; so the first chunk goes on to the next.
+        n = std::min(kPlanarChunk, runs.left);
+      }
       const S* chunk = load_runs(x, runs, n, buffer);
       const auto count = static_cast<double>(n);
       if (before == 0) {

@@ -2,6 +2,7 @@
 // as double, whatever their dtype and stride.
 #pragma once
 
+#include <limits>
 #include <optional>
 #include <vector>
 
@@ -23,6 +24,12 @@ inline std::vector<double> read_channels(const std::optional<Tensor>& tensor, in
     });
   }
   return values;
+}
+
+inline double largest_finite(ScalarType dtype) {
+  return dtype == ScalarType::Half     ? 65504
+         : dtype == ScalarType::Double ? std::numeric_limits<double>::max()
+                                       : std::numeric_limits<float>::max();
 }
 
 inline void write_channels(const Tensor& tensor, const std::vector<double>& values) {
