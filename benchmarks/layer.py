@@ -2,7 +2,8 @@
 
 A pass over memory is one tensor read or written. Fused batch normalization cannot do with less
 than 3 passes forward and 5 backward; copying a tensor is 2, so that the time of a copy says what
-the same passes would take at full bandwidth.
+the same passes would take at full bandwidth. On CPUs some do better: an ordinary store reads the
+memory that it overwrites, which is a pass that nobody counts, and a store past the caches does not.
 
 The layer is alone in its group: what it costs to talk to other ranks is in scaling.py.
 """

@@ -111,6 +111,26 @@ def test_units_are_sane(rows):
         assert low <= q1 <= median <= q3 <= high, row
 
 
+def test_times_are_microseconds_and_ratios_are_a_to_b_round_by_round():
+    code = """
+from cases import SUITES
+from layer import Setting, _rows
+from timer import CPU
+samples = {"syncbn": [1.0, 2.0, 4.0], "torch": [2.0, 6.0, 16.0], "syncbn again": [1.0, 2.0, 4.0]}
+setting = Setting(SUITES["tiny"], CPU, 1, "tuned")
+for row in _rows("layer", SUITES["tiny"].cases[0], "forward", samples, setting, []):
+    print(row.variant, row.unit, row.q1, row.median, row.q3, sep=",")
+"""
+    result = execute("-c", code)
+    assert result.stdout.splitlines() == [
+        "syncbn,us,1500000.0,2000000.0,3000000.0",
+        "torch,us,4000000.0,6000000.0,11000000.0",
+        "syncbn again,us,1500000.0,2000000.0,3000000.0",
+        "torch/syncbn,ratio,2.5,3.0,3.5",
+        "syncbn again/syncbn,ratio,1.0,1.0,1.0",
+    ], result.stderr
+
+
 def test_only_projections_are_called_so(rows):
     assert found(rows, "benchmark", "kind") == {
         ("layer", "measured"),
