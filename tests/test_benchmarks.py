@@ -218,16 +218,16 @@ def test_tuned_allocator_keeps_its_pages():
     code = """
 import resource, torch
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-x = torch.ones(4 << 20)
-x + 1, x + 1
-before = faults()
-x + 1
+x = torch.ones(16 << 20)
+for _ in range(3):
+    before = faults()
+    x + 1
 print(faults() - before)
 """
-    pages = 4 * (4 << 20) // 4096
+    huge_pages = 4 * (16 << 20) // (2 << 20)  # of small ones it would be 512 times as many
     tuned = execute("-c", "import json, timings; print(json.dumps(timings.ALLOCATORS['tuned']))")
-    assert int(execute("-c", code, **json.loads(tuned.stdout)).stdout) < pages / 10
-    assert int(execute("-c", code).stdout) > pages / 10  # or there would be nothing to tune
+    assert int(execute("-c", code, **json.loads(tuned.stdout)).stdout) < huge_pages / 2
+    assert int(execute("-c", code).stdout) >= huge_pages  # or there would be nothing to tune
 
 
 def altered(results, path, change):
