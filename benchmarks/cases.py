@@ -1,5 +1,6 @@
 """What is measured: the cases that every device is timed on, and the suites of different length."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,11 @@ class Case:
     shape: tuple[int, ...]
     dtype: str
     layout: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def tensor(self, device: torch.device, seed: int = 0) -> Tensor:
         """Return normally distributed values."""

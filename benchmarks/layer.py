@@ -56,9 +56,8 @@ def make_buffers(case: Case, device: torch.device) -> Iterator[Buffers]:
     """
     count = 1
     if device.type == "cuda":
-        num_bytes = case.tensor(CPU).nbytes
         l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        count = 1 + 4 * l2 // num_bytes
+        count = 1 + 4 * l2 // case.num_bytes
     buffers = []
     for seed in range(count):
         x, dy = case.tensor(device, 2 * seed), case.tensor(device, 2 * seed + 1)

@@ -216,15 +216,16 @@ def test_variants_take_turns(timer):
 @pytest.mark.skipif(sys.platform != "linux", reason="the variables are those of glibc")
 def test_tuned_allocator_keeps_its_pages():
     code = """
-import resource, torch
+import resource, timings, torch
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-x = torch.ones(16 << 20)
-for _ in range(3):
-    before = faults()
+x = torch.ones(10 << 20)  # above glibc's largest threshold
+timings.touch_memory(x.nbytes)
+before = faults()
+for _ in range(5):
     x + 1
 print(faults() - before)
 """
-    huge_pages = 4 * (16 << 20) // (2 << 20)  # of small ones it would be 512 times as many
+    huge_pages = 5 * 4 * (10 << 20) // (2 << 20)  # of small ones it would be 512 times as many
     tuned = execute("-c", "import json, timings; print(json.dumps(timings.ALLOCATORS['tuned']))")
     assert int(execute("-c", code, **json.loads(tuned.stdout)).stdout) < huge_pages / 2
     assert int(execute("-c", code).stdout) >= huge_pages  # or there would be nothing to tune
