@@ -2,21 +2,26 @@
 # TORCH    the torch version to install, such as 2.11.0           (the newest)
 # VENV     where the virtual environment lies                     (.venv)
 # WHEEL    a built wheel to install instead of this source tree
+# QUICK    1 for the benchmarks' subset, which goes to build/benchmarks
+# DEVICE   what is benchmarked                                    (cpu)
 PYTHON ?= python3
 TORCH ?=
 VENV ?= .venv
 WHEEL ?=
+QUICK ?=
+DEVICE ?= cpu
 
 BIN := $(VENV)/bin
 TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* syncbn/*.py*)
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h)
 
-.PHONY: help demo test lint format wheel clean
+.PHONY: help demo test bench lint format wheel clean
 
 help:
 	@echo "make demo     train on real data in two processes and show the result"
 	@echo "make test     check format, lint and types, and run every test"
+	@echo "make bench    measure this machine, draw the results, write the README's table"
 	@echo "make format   format the sources"
 	@echo "make wheel    build dist/*.whl, good for every torch from 2.11 on"
 	@echo "make clean    remove what was built and the virtual environment"
@@ -45,6 +50,11 @@ demo: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 
 test: lint $(VENV)/syncbn.stamp
 	$(BIN)/pytest
+
+# A subset is drawn but leaves the README alone.
+bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
+	$(BIN)/python benchmarks/run.py --device $(DEVICE) $(if $(QUICK),--quick)
+	$(if $(QUICK),,$(BIN)/python benchmarks/table.py)
 
 lint: $(VENV)/tools.stamp
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)

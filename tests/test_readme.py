@@ -41,7 +41,7 @@ def test_commands_are_the_ones_that_are_tested():
     ]
 
 
-@pytest.mark.parametrize("target", ["demo", "test"])
+@pytest.mark.parametrize("target", ["demo", "test", "bench"])
 def test_make_knows_the_target(target):
     result = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -1,0 +1,205 @@
+"""Times the layer, the four operators and the host's share of a call, against torch and copying.
+
+A pass over memory is one tensor read or written. Fused batch normalization cannot do with less
+than 3 passes forward and 5 backward; copying a tensor is 2, so that the time of a copy says what
+the same passes would take at full bandwidth. On CPUs some do better: an ordinary store reads the
+memory that it overwrites, which is a pass that nobody counts, and a store past the caches does not.
+
+The layer is alone in its group: what it costs to talk to other ranks is in scaling.py.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from cases import Case, Suite
+from rows import Row, spread
+from timer import CPU, Call, interleave
+from torch import Tensor, nn
+
+import syncbn
+from syncbn import ops
+
+LAYER_PASSES = {"forward": 3, "forward+backward": 8}
+OPERATOR_PASSES = {
+    "batch_norm_stats": 1,
+    "batch_norm_apply": 2,
+    "batch_norm_backward_reduce": 2,
+    "batch_norm_backward_apply": 3,
+}
+
+
+class Buffers(NamedTuple):
+    """The tensors of one call. ``x`` is ``leaf`` without a gradient."""
+
+    x: Tensor
+    leaf: Tensor
+    dy: Tensor
+    out: Tensor
+
+
+class Setting(NamedTuple):
+    """How a case is measured."""
+
+    suite: Suite
+    device: torch.device
+    threads: int
+    allocator: str
+
+
+def make_buffers(case: Case, device: torch.device) -> Iterator[Buffers]:
+    """Return an endless sequence of buffers to take in turn.
+
+    On the CPU always the same: small tensors stay in the caches, as they do in a net. On CUDA,
+    untested on a GPU: together four times the L2 cache, so that nothing is found there.
+    """
+    count = 1
+    if device.type == "cuda":
+        l2 = torch.cuda.get_device_properties(device).L2_cache_size
+        count = 1 + 4 * l2 // case.num_bytes
+    buffers = []
+    for seed in range(count):
+        x, dy = case.tensor(device, 2 * seed), case.tensor(device, 2 * seed + 1)
+        buffers.append(Buffers(x, x.detach().requires_grad_(), dy, torch.empty_like(x)))
+    return itertools.cycle(buffers)
+
+
+def layer_rows(case: Case, setting: Setting) -> Iterator[Row]:
+    """Time forward, and forward with backward, of our layer (twice), torch's and the copy."""
+    layers = _layers(case, setting.device)
+    turns = make_buffers(case, setting.device)
+    for quantity, passes in LAYER_PASSES.items():
+        backward = quantity != "forward"
+        variants = {name: _step(layer, turns, backward) for name, layer in layers.items()}
+        variants["copy"] = _copy(turns)
+        samples = _interleave(variants, setting, setting.device)
+        samples["copy"] = [passes / 2 * seconds for seconds in samples["copy"]]
+        pairs = [("copy", "syncbn"), ("copy", "torch")]
+        yield from _rows("layer", case, quantity, samples, setting, pairs)
+
+
+def overhead_rows(setting: Setting) -> Iterator[Row]:
+    """Time what the host takes for a training step of a layer with next to nothing to compute."""
+    case = Case("overhead", (8, 16, 4, 4), "float32", "contiguous")
+    turns = make_buffers(case, setting.device)
+    layers = _layers(case, setting.device)
+    variants = {name: _step(layer, turns, True) for name, layer in layers.items()}
+    samples = _interleave(variants, setting, CPU)
+    yield from _rows("overhead", case, "forward+backward", samples, setting, [])
+
+
+def operator_rows(case: Case, setting: Setting) -> Iterator[Row]:
+    """Time each operator and the copy of as many bytes as it moves."""
+    turns = make_buffers(case, setting.device)
+    calls = _operators(case, setting.device, turns)
+    samples = _interleave({**calls, "copy": _copy(turns)}, setting, setting.device)
+    for name, passes in OPERATOR_PASSES.items():
+        copy = [passes / 2 * seconds for seconds in samples["copy"]]
+        both = {"syncbn": samples[name], "copy": copy}
+        yield from _rows("operators", case, name, both, setting, [("copy", "syncbn")])
+
+
+def _layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
+    channels = case.shape[1]
+    # As in mixed precision: parameters in float32 with inputs of 16 bits.
+    dtype = torch.float64 if case.dtype == "float64" else torch.float32
+    theirs = nn.BatchNorm1d if len(case.shape) == 2 else nn.BatchNorm2d
+    return {
+        "syncbn": syncbn.SyncBatchNorm(channels, device=device, dtype=dtype),
+        "torch": theirs(channels, device=device, dtype=dtype),
+        "syncbn again": syncbn.SyncBatchNorm(channels, device=device, dtype=dtype),
+    }
+
+
+def _step(layer: nn.Module, turns: Iterator[Buffers], backward: bool) -> Call:
+    parameters = list(layer.parameters())
+
+    def forward() -> Tensor:
+        output: Tensor = layer(next(turns).leaf)
+        return output
+
+    def both() -> tuple[Tensor, ...]:
+        buffers = next(turns)
+        # Not backward(), which would add to last step's gradients: more passes.
+        return torch.autograd.grad(layer(buffers.leaf), [buffers.leaf, *parameters], buffers.dy)
+
+    return both if backward else forward
+
+
+def _copy(turns: Iterator[Buffers]) -> Call:
+    def copy() -> Tensor:
+        buffers = next(turns)
+        return buffers.out.copy_(buffers.x)
+
+    return copy
+
+
+def _operators(case: Case, device: torch.device, turns: Iterator[Buffers]) -> dict[str, Call]:
+    channels = case.shape[1]
+    dtype = torch.float64 if case.dtype == "float64" else torch.float32
+    weight, bias, running_mean, running_var = torch.ones(4, channels, dtype=dtype, device=device)
+    steps = torch.zeros((), dtype=torch.int64, device=device)
+    first = next(turns)
+    totals = ops.batch_norm_stats(first.x)
+    running = (running_mean, running_var, steps, 0.1, 1e-5)
+    _, mean, invstd, count = ops.batch_norm_apply(first.x, totals, weight, bias, *running)
+    sums, _, _ = ops.batch_norm_backward_reduce(first.dy, first.x, mean, invstd, weight)
+
+    def stats() -> object:
+        return ops.batch_norm_stats(next(turns).x)
+
+    def apply() -> object:
+        return ops.batch_norm_apply(next(turns).x, totals, weight, bias, *running)
+
+    def reduce() -> object:
+        b = next(turns)
+        return ops.batch_norm_backward_reduce(b.dy, b.x, mean, invstd, weight)
+
+    def backward_apply() -> object:
+        b = next(turns)
+        return ops.batch_norm_backward_apply(b.dy, b.x, mean, invstd, weight, sums, count)
+
+    return dict(zip(OPERATOR_PASSES, (stats, apply, reduce, backward_apply), strict=True))
+
+
+def _interleave(
+    variants: dict[str, Call], setting: Setting, clock: torch.device
+) -> dict[str, list[float]]:
+    suite = setting.suite
+    return interleave(variants, clock, suite.repeats, suite.sample_seconds)
+
+
+def _rows(
+    benchmark: str,
+    case: Case,
+    quantity: str,
+    samples: dict[str, list[float]],
+    setting: Setting,
+    pairs: list[tuple[str, str]],
+) -> Iterator[Row]:
+    """Yield the time of each variant in us, and the ratios of ``pairs`` and of what repeats."""
+    if "torch" in samples:
+        pairs = [*pairs, ("torch", "syncbn"), ("syncbn again", "syncbn")]
+    measured = [
+        (name, "us", [1e6 * seconds for seconds in values]) for name, values in samples.items()
+    ]
+    for a, b in pairs:
+        ratios = [x / y for x, y in zip(samples[a], samples[b], strict=True)]
+        measured.append((f"{a}/{b}", "ratio", ratios))
+    for variant, unit, values in measured:
+        yield Row(
+            benchmark,
+            case.name,
+            case.dtype,
+            case.layout,
+            "x".join(map(str, case.shape)),
+            setting.threads,
+            setting.allocator,
+            quantity,
+            variant,
+            "measured",
+            *spread(values),
+            unit,
+            len(values),
+        )

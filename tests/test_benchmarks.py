@@ -1,0 +1,314 @@
+"""The benchmarks run and say what they promise. Their figures are not judged here."""
+
+import csv
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import syncbn
+
+ROOT = Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+MARKERS = re.compile(r"<!-- benchmark table -->\n(.*)<!-- end of benchmark table -->\n", re.DOTALL)
+
+
+def execute(*command, **variables):
+    """Run Python where the benchmarks can be imported."""
+    return subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=BENCHMARKS,  # the checkout's root would hide the installed syncbn
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def run(script, *args):
+    return execute(BENCHMARKS / script, *args)
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """The folder with what a run of the tiny suite leaves."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    result = run("run.py", "--tiny", "--output", folder)
+    assert result.returncode == 0, result.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(output):
+    (path,) = output.glob("*.csv*")
+    assert path.suffix == ".csv", "the run is not finished"
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(results):
+    with results.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def found(rows, *columns):
+    return {tuple(row[column] for column in columns) for row in rows}
+
+
+def select(rows, **values):
+    return [row for row in rows if all(row[name] == value for name, value in values.items())]
+
+
+def test_rows_of_every_kind(rows):
+    variants = {}
+    for benchmark, quantity, variant in found(rows, "benchmark", "quantity", "variant"):
+        variants.setdefault((benchmark, quantity), set()).add(variant)
+    times = {"syncbn", "torch", "syncbn again"}
+    ratios = {"torch/syncbn", "syncbn again/syncbn"}
+    copies = {"copy", "copy/syncbn"}
+    layer = times | ratios | copies | {"copy/torch"}
+    operators = ("stats", "apply", "backward_reduce", "backward_apply")
+    counted = ("collectives", "bytes_sent", "bytes_received", "forward collective")
+    errors = ("output", "grad_input", "grad_weight", "running_var")
+    assert variants == {
+        ("layer", "forward"): layer,
+        ("layer", "forward+backward"): layer,
+        ("overhead", "forward+backward"): times | ratios,
+        **{("operators", f"batch_norm_{name}"): copies | {"syncbn"} for name in operators},
+        **{("scaling", quantity): {"syncbn", "all-gather"} for quantity in counted},
+        **{("accuracy", quantity): {"syncbn", "torch"} for quantity in errors},
+    }
+
+
+def test_layer_is_timed_with_both_allocators_and_by_one_thread_and_all(rows):
+    every = str(torch.get_num_threads())
+    expected = {("tuned", "1"), ("tuned", every), ("default", every)}
+    assert found(select(rows, benchmark="layer"), "allocator", "threads") == expected
+    assert found(select(rows, benchmark="overhead"), "allocator", "threads") == expected
+
+
+def test_units_are_sane(rows):
+    # From the resolution of the clock to what even a busy machine takes for these shapes.
+    limits = {
+        "us": (0.05, 1e7),
+        "ratio": (1e-5, 1e5),
+        "bytes": (0, 1e5),
+        "calls": (0, 2),
+        "relative error": (0, 0.1),
+    }
+    assert {row["unit"] for row in rows} == limits.keys()
+    for row in rows:
+        low, high = limits[row["unit"]]
+        q1, median, q3 = (float(row[name]) for name in ("q1", "median", "q3"))
+        assert low <= q1 <= median <= q3 <= high, row
+
+
+def test_times_are_microseconds_and_ratios_are_a_to_b_round_by_round():
+    code = """
+from cases import SUITES
+from layer import Setting, _rows
+from timer import CPU
+samples = {"syncbn": [1.0, 2.0, 4.0], "torch": [2.0, 6.0, 16.0], "syncbn again": [1.0, 2.0, 4.0]}
+setting = Setting(SUITES["tiny"], CPU, 1, "tuned")
+for row in _rows("layer", SUITES["tiny"].cases[0], "forward", samples, setting, []):
+    print(row.variant, row.unit, row.q1, row.median, row.q3, sep=",")
+"""
+    result = execute("-c", code)
+    assert result.stdout.splitlines() == [
+        "syncbn,us,1500000.0,2000000.0,3000000.0",
+        "torch,us,4000000.0,6000000.0,11000000.0",
+        "syncbn again,us,1500000.0,2000000.0,3000000.0",
+        "torch/syncbn,ratio,2.5,3.0,3.5",
+        "syncbn again/syncbn,ratio,1.0,1.0,1.0",
+    ], result.stderr
+
+
+def test_only_projections_are_called_so(rows):
+    assert found(rows, "benchmark", "kind") == {
+        ("layer", "measured"),
+        ("operators", "measured"),
+        ("overhead", "measured"),
+        ("accuracy", "measured"),
+        ("scaling", "counted"),
+        ("scaling", "projection"),
+    }
+    projections = select(rows, kind="projection")
+    assert found(projections, "case", "variant") >= {("world 4096", "syncbn")}
+    assert found(projections, "quantity", "unit") == {("forward collective", "us")}
+
+
+def test_rows_say_where_they_are_from(rows, results):
+    ((torch_version, version, commit, device, date),) = found(
+        rows, "torch", "syncbn", "commit", "device", "date"
+    )
+    assert (torch_version, version, device) == (torch.__version__, syncbn.__version__, results.stem)
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", device)
+    assert re.fullmatch(r"[0-9a-f]{7,}(-dirty)?|unknown", commit)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", date)
+
+
+def test_counted_bytes(rows):
+    """By the sizes of the messages: ours are of one size, the all-gather's grow with the world."""
+    channels = 64
+    forward, backward = 2 * channels + 1, 2 * channels
+    scaling = select(rows, benchmark="scaling", kind="counted")
+    counts = {
+        (int(row["case"].removeprefix("world ")), row["variant"], row["quantity"]): int(
+            row["median"]
+        )
+        for row in scaling
+    }
+    worlds = {world for world, _, _ in counts}
+    assert worlds == {1, 2, 3}
+    for world in worlds:
+        got = {
+            variant: [
+                counts[world, variant, quantity]
+                for quantity in ("collectives", "bytes_sent", "bytes_received")
+            ]
+            for variant in ("syncbn", "all-gather")
+        }
+        if world == 1:
+            assert got == {"syncbn": [0, 0, 0], "all-gather": [0, 0, 0]}
+        else:
+            ours, theirs = 8 * (forward + backward), 4 * (forward + backward)
+            assert got["syncbn"] == [2, ours, ours]
+            assert got["all-gather"] == [2, theirs, 4 * (world * forward + backward)]
+
+
+def test_errors_of_a_wrong_layer_would_show(rows):
+    """In float32 and at a mean of one standard deviation there is rounding, and no more."""
+    near = select(rows, benchmark="accuracy", case="mean/std 1e+00", dtype="float32")
+    assert len(near) == 8
+    assert all(0 < float(row["median"]) < 1e-6 for row in near)
+
+
+@pytest.fixture(scope="module")
+def timer():
+    spec = importlib.util.spec_from_file_location("timer", BENCHMARKS / "timer.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_timer_tells_seconds_per_call(timer):
+    seconds = timer.timer(lambda: time.sleep(0.02), 5, timer.CPU)
+    assert 0.02 <= seconds < 0.1  # five calls take at least that; a busy machine sleeps longer
+
+
+def test_variants_take_turns(timer):
+    order = []
+    variants = {name: lambda name=name: order.append(name) for name in "ab"}
+    samples = timer.interleave(variants, timer.CPU, 3, 0.0)
+    # A first call and one to see how long it takes, of each; then in turn.
+    assert "".join(order) == "aabb" + "ab" * 3
+    assert {name: len(values) for name, values in samples.items()} == {"a": 3, "b": 3}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the variables are those of glibc")
+def test_tuned_allocator_keeps_its_pages():
+    code = """
+import resource, timings, torch
+faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+x = torch.ones(10 << 20)  # above glibc's largest threshold
+timings.touch_memory(x.nbytes)
+before = faults()
+for _ in range(5):
+    x + 1
+print(faults() - before)
+"""
+    huge_pages = 5 * 4 * (10 << 20) // (2 << 20)  # of small ones it would be 512 times as many
+    tuned = execute("-c", "import json, timings; print(json.dumps(timings.ALLOCATORS['tuned']))")
+    assert int(execute("-c", code, **json.loads(tuned.stdout)).stdout) < huge_pages / 2
+    assert int(execute("-c", code).stdout) >= huge_pages  # or there would be nothing to tune
+
+
+def altered(results, path, change):
+    """Copy results to ``path`` with the rows that ``change`` returns."""
+    with results.open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = [change(row) for row in reader]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, reader.fieldnames, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row for row in rows if row is not None)
+    return path
+
+
+def slower(factor):
+    which = {"benchmark": "overhead", "threads": "1", "allocator": "tuned"}
+
+    def change(row):
+        if select([row], variant="torch/syncbn", **which):
+            row["median"] = str(float(row["median"]) * factor)
+        return row
+
+    return change
+
+
+def test_compare_passes_equal_files(results):
+    result = run("compare.py", results, results)
+    assert (result.returncode, result.stdout) == (0, "nothing became slower\n"), result.stderr
+
+
+def test_compare_finds_what_became_slower_beyond_the_tolerance(results, tmp_path):
+    worse = altered(results, tmp_path / "new.csv", slower(0.8))
+    result = run("compare.py", results, worse)
+    assert result.returncode == 1 and result.stderr == ""
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("overhead overhead float32 contiguous 8x16x4x4 1 tuned")
+    assert run("compare.py", results, worse, "--tolerance", "0.25").returncode == 0
+    assert run("compare.py", worse, results).returncode == 0  # faster is no regression
+
+
+def test_compare_refuses_what_cannot_be_compared(results, tmp_path):
+    other = altered(results, tmp_path / "other.csv", lambda row: {**row, "device": "abacus"})
+    result = run("compare.py", results, other)
+    assert result.returncode != 0 and "expected results of one device" in result.stderr
+    none = altered(
+        results, tmp_path / "none.csv", lambda row: row if row["benchmark"] == "scaling" else None
+    )
+    result = run("compare.py", results, none)
+    assert result.returncode != 0 and "expected results that measured the same" in result.stderr
+
+
+def test_plots_are_drawn(output, results):
+    drawn = sorted(path.name for path in output.glob("*.png"))
+    assert drawn == [f"{results.stem}-copy.png", f"{results.stem}-torch.png"]
+    assert all((output / name).stat().st_size > 10_000 for name in drawn)
+
+
+def test_table_has_a_row_for_each_case(output, results, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("before\n<!-- benchmark table -->\n<!-- end of benchmark table -->\nafter\n")
+    result = run("table.py", "--readme", readme, "--results", output)
+    assert result.returncode == 0, result.stderr
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n")
+    lines = MARKERS.search(text)[1].splitlines()
+    assert results.stem in lines[0]
+    cases = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[0:1] == "|"]
+    assert [row[:2] for row in cases[2:]] == [["tiny", "2x3x5x7"], ["tiny 2-D", "4x5"]]
+    filled = [[bool(re.fullmatch(r"\d+\.\d\d \(\d+%\)", cell)) for cell in row] for row in cases]
+    assert filled[2:] == [
+        [False, False, True, True, False, False],
+        [False, False, False, False, True, False],
+    ]
+
+
+def test_table_of_the_readme_is_the_generated_one(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    result = run("table.py", "--readme", readme)
+    assert result.returncode == 0, result.stderr
+    assert readme.read_text() == (ROOT / "README.md").read_text()
+    inside = MARKERS.search(readme.read_text())[1]
+    assert ("make bench" in inside) == (not list(RESULTS.glob("*.csv")))
