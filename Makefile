@@ -32,7 +32,7 @@ $(TORCH_STAMP):
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/*.stamp
 	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet setuptools ninja torch$(if $(TORCH),==$(TORCH))
+	$(BIN)/pip install --quiet --upgrade setuptools ninja torch$(if $(TORCH),==$(TORCH))
 	touch $@
 
 # torch is named again so that nothing here moves it to another version.

@@ -34,13 +34,9 @@ def test_binary_tells_what_it_was_built_for():
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
-def test_collect_env_prints_what_a_bug_report_needs():
-    result = subprocess.run(
-        [sys.executable, "-m", "syncbn.collect_env"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def test_collect_env_prints_what_a_bug_report_needs(tmp_path):
+    command = [sys.executable, "-m", "syncbn.collect_env"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     printed = dict(line.split(":", 1) for line in result.stdout.splitlines())
     assert printed["syncbn"].strip() == syncbn.__version__
     assert printed["torch"].strip() == torch.__version__
