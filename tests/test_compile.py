@@ -15,7 +15,7 @@ def build():
     torch.manual_seed(0)
     return convert_sync_batchnorm(
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4))
-    )
+    ).double()
 
 
 def compile_and_train(rank, world_size, backend, sizes):
@@ -24,7 +24,7 @@ def compile_and_train(rank, world_size, backend, sizes):
     compiled = torch.compile(layered, backend=backend, fullgraph=True)
     errors = []
     for step, size in enumerate(sizes):
-        x = make_input((size[rank % len(size)], 3, 6, 6), "contiguous", torch.float32, seed=step)
+        x = make_input((size[rank % len(size)], 3, 6, 6), "contiguous", torch.float64, seed=step)
         ya, yb = eager(x), compiled(x)
         ya.square().sum().backward()
         yb.square().sum().backward()
@@ -39,7 +39,8 @@ def compile_and_train(rank, world_size, backend, sizes):
 
 def check(ranks, backend, sizes):
     for output_error, state_error in ranks.run(compile_and_train, backend, sizes):
-        assert output_error < 1e-5 and state_error < 1e-5  # float32, another order of operations
+        # float64, in another order of operations; gradients that cancel to zero among them
+        assert output_error < 1e-12 and state_error < 1e-12
 
 
 def test_fullgraph_training_equals_eager(any_world):
