@@ -32,8 +32,9 @@ def _normalise(
     dims = [d for d in range(input.dim()) if d != 1]
     x = input.double()
     local_count = x.new_full((1,), input.numel() / input.size(1))
-    count = _sum_over_group(local_count, group).clamp(min=1)
-    centred = x - _per_channel(_sum_over_group(x.sum(dims), group) / count, x)
+    totals = _sum_over_group(torch.cat([x.sum(dims), local_count]), group)
+    count = totals[-1:].clamp(min=1)
+    centred = x - _per_channel(totals[:-1] / count, x)
     variance = _sum_over_group((centred * centred).sum(dims), group) / count
     invstd = (variance + eps).rsqrt()
     return centred * _per_channel(invstd, x), invstd, count

@@ -20,9 +20,6 @@ CPU = torch.device("cpu")
 class Count:
     """Records each call of a collective of torch.distributed."""
 
-    NAMES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce")
-    NAMES += ("reduce_scatter_tensor", "barrier", "all_to_all", "send", "recv")
-
     def __init__(self):
         self.calls = []
 
@@ -77,6 +74,18 @@ def test_one_all_reduce_each_way_of_a_size_that_depends_on_channels_alone(any_wo
 
 def test_evaluation_sends_nothing(two_ranks):
     assert two_ranks.run(count_calls, (4, 3, 5), training=False) == [([], [], [])] * 2
+
+
+def count_create_graph(rank, world_size):
+    x = make_input((4, 3), "contiguous", torch.float64, seed=rank).requires_grad_()
+    y = SyncBatchNorm(3).double()(x)
+    with Count() as backward:
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+    return backward.calls
+
+
+def test_backward_under_create_graph_takes_three(two_ranks):
+    assert two_ranks.run(count_create_graph) == [["c10d::allreduce_"] * 3] * 2
 
 
 def see_that_the_count_works(rank, world_size):
