@@ -1,22 +1,108 @@
-"""Builds syncbn._C. What needs no code stands in pyproject.toml."""
+"""Builds syncbn._C, and syncbn._cuda where there is CUDA. The rest stands in pyproject.toml.
 
+SYNCBN_CUDA           auto (the default): CUDA operators where torch has CUDA and nvcc has its
+                      major version; 1: an error where they cannot be built; 0: none.
+TORCH_CUDA_ARCH_LIST  the GPUs to build for, in torch's form.
+CUDA_HOME             where nvcc is; else it is looked for on PATH, in /usr/local/cuda and among the
+                      installed packages (nvidia-cuda-nvcc).
+"""
+
+import os
+import re
+import subprocess
 import sys
 from glob import glob
+from pathlib import Path
 
 import torch
-from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from setuptools import Extension, setup
+from torch.utils import cpp_extension
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
 VERSION = "0.1.0"
 OLDEST_TORCH = "2.11"  # TORCH_TARGET_VERSION in csrc/common/stable.h
+GPU_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 
 # No -std: torch adds the one its headers need. No -ffast-math: the two -fno- flags let loops with
 # comparisons be vectorised and change no result. -g0: debug information is 20 times the code.
 COMPILE_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
+NVCC_FLAGS = ["-O3", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
+
+
+def find_nvcc() -> Path | None:
+    """Sets CUDA_HOME where nvcc is only among the installed packages."""
+    homes = [cpp_extension.CUDA_HOME] if cpp_extension.CUDA_HOME else []
+    homes += [p for d in sys.path for p in sorted(glob(f"{d}/nvidia/cu*"), reverse=True)]
+    for home in homes:
+        nvcc = Path(home) / "bin" / "nvcc"
+        if nvcc.exists():
+            cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"] = str(home)
+            return nvcc
+    return None
+
+
+def run_nvcc(nvcc: Path, option: str) -> str:
+    return subprocess.run([nvcc, option], capture_output=True, text=True, check=True).stdout
+
+
+def why_no_cuda(nvcc: Path | None) -> str | None:
+    """What the CUDA operators lack, if anything."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    needed = torch.version.cuda.split(".")[0]
+    if nvcc is None:
+        return (
+            f"no nvcc was found; install the CUDA toolkit {needed}, or set CUDA_HOME to where it is"
+        )
+    found = re.search(r"release (\d+)", run_nvcc(nvcc, "--version"))
+    if found is None or found[1] != needed:
+        version = found[1] if found else "unknown"
+        return f"{nvcc} is of CUDA {version}, but torch {torch.__version__} has CUDA {needed}"
+    return None
+
+
+def cuda_extension(nvcc: Path) -> Extension:
+    known = run_nvcc(nvcc, "--list-gpu-arch")
+    architectures = [a for a in GPU_ARCHITECTURES if f"compute_{a.replace('.', '')}\n" in known]
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ";".join(architectures) + "+PTX")
+    home = nvcc.parent.parent
+    extension = CUDAExtension(
+        "syncbn._cuda",
+        sources=sorted(glob("csrc/cuda/*.c*") + glob("csrc/cuda/kernels/*.cu")),
+        depends=sorted(glob("csrc/c*/*.h") + glob("csrc/cuda/kernels/*.h")),
+        extra_compile_args={"cxx": COMPILE_FLAGS, "nvcc": NVCC_FLAGS},
+        define_macros=[("USE_CUDA", None)],  # declares torch's stream functions
+        library_dirs=[str(home / "lib64"), str(home / "lib")],
+    )
+    # The CUDA runtime is linked in, so that no library of one CUDA version has to be found; and of
+    # torch's libraries only what is ABI-stable is needed.
+    extension.libraries = ["torch", "torch_cpu", "torch_cuda", "cudart_static", "rt", "dl"]
+    return extension
+
+
+def wanted_cuda(nvcc: Path | None) -> tuple[bool, str]:
+    """Whether to build the CUDA operators, and what to say of it."""
+    setting = os.environ.get("SYNCBN_CUDA", "auto")
+    if setting not in ("auto", "0", "1"):
+        raise SystemExit(f"expected SYNCBN_CUDA to be auto, 0 or 1, but got {setting!r}")
+    if setting == "0":
+        return False, "no CUDA operators, as SYNCBN_CUDA=0 asks"
+    missing = why_no_cuda(nvcc)
+    if missing is None:
+        return True, "CUDA operators"
+    if setting == "1":
+        raise SystemExit(f"SYNCBN_CUDA=1, but the CUDA operators cannot be built: {missing}")
+    return False, f"no CUDA operators: {missing}"
+
+
+nvcc = find_nvcc()
+with_cuda, about_cuda = wanted_cuda(nvcc)
+extensions = [cuda_extension(nvcc)] if with_cuda else []
+architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ") if with_cuda else ""
 
 
 class BuildHereToo(BuildExtension):
-    """Also leaves the binary in the source tree, which hides the installed package from Python
+    """Also leaves the binaries in the source tree, which hides the installed package from Python
     wherever the checkout is the current directory."""
 
     def run(self):
@@ -25,28 +111,32 @@ class BuildHereToo(BuildExtension):
             self.copy_extensions_to_source()
 
 
-extension = CppExtension(
-    "syncbn._C",
-    sources=["csrc/module.cpp", "csrc/ops.cpp", *sorted(glob("csrc/cpu/*.cpp"))],
-    depends=sorted(glob("csrc/*/*.h")),
-    define_macros=[
-        ("SYNCBN_VERSION", f'"{VERSION}"'),
-        ("SYNCBN_OLDEST_TORCH", f'"{OLDEST_TORCH}"'),
-        ("SYNCBN_BUILT_WITH_TORCH", f'"{torch.__version__}"'),
-        ("SYNCBN_BUILT_WITH_CUDA", "false"),
-    ],
-    extra_compile_args=COMPILE_FLAGS,
+extensions.insert(
+    0,
+    CppExtension(
+        "syncbn._C",
+        sources=["csrc/module.cpp", "csrc/ops.cpp", *sorted(glob("csrc/cpu/*.cpp"))],
+        depends=sorted(glob("csrc/c*/*.h")),
+        define_macros=[
+            ("SYNCBN_VERSION", f'"{VERSION}"'),
+            ("SYNCBN_OLDEST_TORCH", f'"{OLDEST_TORCH}"'),
+            ("SYNCBN_BUILT_WITH_TORCH", f'"{torch.__version__}"'),
+            ("SYNCBN_CUDA_ARCHITECTURES", f'"{architectures}"'),
+        ],
+        extra_compile_args=COMPILE_FLAGS,
+    ),
 )
 
 print(
-    f"syncbn {VERSION}: CPU operators, built with torch {torch.__version__} "
-    f"for torch {OLDEST_TORCH} and later; no CUDA operators in this version",
+    f"syncbn {VERSION}: CPU operators and {about_cuda}"
+    f"{' for ' + architectures if with_cuda else ''}; built with torch {torch.__version__} for "
+    f"torch {OLDEST_TORCH} and later",
     file=sys.stderr,
 )
 
 setup(
     version=VERSION,
     license="BSD-3-Clause",  # in here, because setuptools 77 changed its form in pyproject.toml
-    ext_modules=[extension],
+    ext_modules=extensions,
     cmdclass={"build_ext": BuildHereToo},
 )

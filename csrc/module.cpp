@@ -10,7 +10,7 @@ pybind11::dict build_info() {
   info["version"] = SYNCBN_VERSION;
   info["oldest_torch"] = SYNCBN_OLDEST_TORCH;
   info["built_with_torch"] = SYNCBN_BUILT_WITH_TORCH;
-  info["cuda"] = SYNCBN_BUILT_WITH_CUDA;
+  info["cuda_architectures"] = SYNCBN_CUDA_ARCHITECTURES;  // empty: no CUDA operators
 #if defined(__x86_64__) && defined(__GNUC__)
   info["instruction_sets"] = "x86-64 baseline and AVX2, chosen at run time";
 #else

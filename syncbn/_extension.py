@@ -36,5 +36,26 @@ except ImportError as error:
 
 build_info: dict[str, Any] = _C.build_info()
 
+
+def _load_cuda() -> str:
+    """Load the CUDA operators; return why there are none, or nothing."""
+    if not build_info["cuda_architectures"]:
+        return (
+            "it was built without them; rebuild it where nvcc is, with SYNCBN_CUDA=1 in the "
+            "environment to see what is missing"
+        )
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    try:
+        (library,) = Path(_C.__file__).parent.glob("_cuda.*")
+        torch.ops.load_library(library)
+    except (OSError, ValueError) as error:
+        return f"its library of CUDA operators cannot be loaded: {error}"
+    return ""
+
+
+# Why there are no CUDA operators; empty if there are.
+cuda_missing: str = _load_cuda()
+
 # Where the operators can run. "meta" computes shapes only.
-device_types: tuple[str, ...] = ("cpu", "meta")
+device_types: tuple[str, ...] = ("cpu", "meta") if cuda_missing else ("cpu", "cuda", "meta")

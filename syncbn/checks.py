@@ -124,10 +124,11 @@ def check_momentum(momentum: object) -> None:
 def check_device(input: Tensor) -> None:
     """Raise NotImplementedError unless the operators exist for the input's device."""
     if input.device.type not in _extension.device_types:
+        reason = f": {_extension.cuda_missing}" if input.device.type == "cuda" else ""
         raise NotImplementedError(
             f"syncbn has no operators for {input.device.type!r} tensors in this build, only for "
-            f"{', '.join(_extension.device_types)}; `python -m syncbn.collect_env` shows what was "
-            "built"
+            f"{', '.join(_extension.device_types)}{reason}; `python -m syncbn.collect_env` shows "
+            "what was built"
         )
 
 

@@ -6,7 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from syncbn._extension import build_info, device_types
+from syncbn._extension import build_info, cuda_missing, device_types
 
 
 def collect_env() -> dict[str, str]:
@@ -17,7 +17,9 @@ def collect_env() -> dict[str, str]:
         "built with": f"torch {build_info['built_with_torch']}, {build_info['compiler']}",
         "torch ABI": f"stable, {build_info['oldest_torch']} and later",
         "built for": build_info["instruction_sets"],
-        "CUDA operators": "built" if build_info["cuda"] else "not built",
+        "CUDA operators": f"none: {cuda_missing}"
+        if cuda_missing
+        else build_info["cuda_architectures"],
         "devices": ", ".join(device_types),
         "torch": torch.__version__,
         "torch's CUDA": str(torch.version.cuda),

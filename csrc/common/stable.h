@@ -6,6 +6,7 @@
 
 #define TORCH_TARGET_VERSION 0x020b000000000000ULL  // 2.11
 
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>

@@ -1,0 +1,78 @@
+#include "adapter.h"
+
+#include <cuda_runtime_api.h>
+
+#include <map>
+#include <mutex>
+
+#include "counters.h"
+
+namespace syncbn::cuda {
+namespace {
+
+void* current_stream(int32_t device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return stream;
+}
+
+// Asked for once.
+int count_multiprocessors(int device) {
+  static std::mutex mutex;
+  static std::map<int, int> known;
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& number = known[device];
+  if (number == 0) {
+    const cudaError_t error =
+        cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device);
+    SYNCBN_CHECK(error == cudaSuccess, "syncbn cannot use CUDA device ", device, ": ",
+                 cudaGetErrorString(error));
+  }
+  return number;
+}
+
+}  // namespace
+
+Device::Device(const Tensor& input)
+    : guard_(input.get_device_index()),
+      index_(input.get_device_index()),
+      stream_(current_stream(index_)),
+      multiprocessors_(count_multiprocessors(index_)) {}
+
+Workspace Device::make_workspace(const Plan& plan, const Tensor& input,
+                                 std::vector<Tensor>& keep_alive) const {
+  if (plan.num_counters() == 0) {
+    return {nullptr, nullptr};
+  }
+  keep_alive.push_back(torch::stable::new_empty(input, {plan.num_partials()}, ScalarType::Double));
+  auto* partials = static_cast<double*>(keep_alive.back().mutable_data_ptr());
+  unsigned int* counters =
+      take_counters(index_, static_cast<cudaStream_t>(stream_), plan.num_counters());
+  if (counters == nullptr) {  // thousands of captured graphs later: one more small launch
+    keep_alive.push_back(torch::stable::new_zeros(input, {plan.num_counters()}, ScalarType::Int));
+    counters = static_cast<unsigned int*>(keep_alive.back().mutable_data_ptr());
+  }
+  return {partials, counters};
+}
+
+DType to_dtype(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Half:
+      return DType::kHalf;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    case ScalarType::Float:
+      return DType::kFloat;
+    default:
+      return DType::kDouble;
+  }
+}
+
+ChannelVector to_channel_vector(const std::optional<Tensor>& tensor) {
+  if (!tensor.has_value()) {
+    return {};
+  }
+  return {tensor->mutable_data_ptr(), tensor->stride(0), to_dtype(tensor->scalar_type())};
+}
+
+}  // namespace syncbn::cuda

@@ -1,0 +1,36 @@
+// From torch's tensors to the plain arguments of the CUDA operators.
+#pragma once
+
+#include <optional>
+
+#include "../common/checks.h"
+#include "kernels/operators.h"
+
+namespace syncbn::cuda {
+
+// The input's device while an operator runs: made current, with torch's current stream of it.
+class Device {
+ public:
+  explicit Device(const Tensor& input);
+
+  void* stream() const { return stream_; }
+  int multiprocessors() const { return multiprocessors_; }
+
+  // `keep_alive` holds what the launch uses until it is enqueued; torch's allocator hands memory
+  // on in the order of the stream.
+  Workspace make_workspace(const Plan& plan, const Tensor& input,
+                           std::vector<Tensor>& keep_alive) const;
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  int32_t index_;
+  void* stream_;
+  int multiprocessors_;
+};
+
+DType to_dtype(ScalarType dtype);
+
+// After check_channel_vector.
+ChannelVector to_channel_vector(const std::optional<Tensor>& tensor);
+
+}  // namespace syncbn::cuda

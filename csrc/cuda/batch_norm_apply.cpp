@@ -1,0 +1,50 @@
+#include "adapter.h"
+
+namespace syncbn::cuda {
+namespace {
+
+constexpr const char* kOp = "syncbn::batch_norm_apply";
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
+    const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
+    std::optional<Tensor> bias, std::optional<Tensor> running_mean,
+    std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
+    std::optional<double> momentum, double eps) {
+  const Device device(input);
+  const Geometry geometry = check_input(kOp, "input", input);
+  const int64_t channels = geometry.channels;
+  check_statistics(kOp, "totals", totals, 2 * channels + 1, input);
+  check_channel_vector(kOp, "weight", weight, input);
+  check_channel_vector(kOp, "bias", bias, input);
+  check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
+
+  Tensor output = torch::stable::empty_like(input);
+  Tensor mean = torch::stable::new_empty(totals, {channels});
+  Tensor invstd = torch::stable::new_empty(totals, {channels});
+  Tensor count = torch::stable::new_empty(totals, {1});
+  RunningStatistics running{to_channel_vector(running_mean), to_channel_vector(running_var)};
+  if (num_batches_tracked.has_value()) {
+    running.num_batches_tracked = static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
+    running.cumulative = !momentum.has_value();
+  }
+  running.momentum = momentum.value_or(0);
+
+  const void* x = input.const_data_ptr();
+  void* y = output.mutable_data_ptr();
+  const Plan plan = make_plan(Pass::kApply, geometry, to_dtype(input.scalar_type()), {x, y},
+                              device.multiprocessors());
+  launch_batch_norm_apply(plan, device.stream(), x,
+                          static_cast<const double*>(totals.const_data_ptr()),
+                          to_channel_vector(weight), to_channel_vector(bias), running, eps, y,
+                          static_cast<double*>(mean.mutable_data_ptr()),
+                          static_cast<double*>(invstd.mutable_data_ptr()),
+                          static_cast<double*>(count.mutable_data_ptr()));
+  return {output, mean, invstd, count};
+}
+
+}  // namespace
+}  // namespace syncbn::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {
+  m.impl("batch_norm_apply", TORCH_BOX(&syncbn::cuda::batch_norm_apply));
+}

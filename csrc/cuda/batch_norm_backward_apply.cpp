@@ -1,0 +1,43 @@
+#include "adapter.h"
+
+namespace syncbn::cuda {
+namespace {
+
+constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
+
+Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                                 const Tensor& invstd, std::optional<Tensor> weight,
+                                 const Tensor& sums, const Tensor& count) {
+  const Device device(input);
+  const Geometry geometry = check_input(kOp, "input", input);
+  const int64_t channels = geometry.channels;
+  check_grad_output(kOp, grad_output, input, geometry);
+  check_statistics(kOp, "mean", mean, channels, input);
+  check_statistics(kOp, "invstd", invstd, channels, input);
+  check_channel_vector(kOp, "weight", weight, input);
+  check_statistics(kOp, "sums", sums, 2 * channels, input);
+  check_statistics(kOp, "count", count, 1, input);
+
+  Tensor grad_input = torch::stable::empty_like(input);
+  if (geometry.numel() == 0) {
+    return grad_input;
+  }
+  const void* dy = grad_output.const_data_ptr();
+  const void* x = input.const_data_ptr();
+  void* dx = grad_input.mutable_data_ptr();
+  const Plan plan = make_plan(Pass::kApply, geometry, to_dtype(input.scalar_type()), {dy, x, dx},
+                              device.multiprocessors());
+  launch_batch_norm_backward_apply(
+      plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
+      static_cast<const double*>(invstd.const_data_ptr()), to_channel_vector(weight),
+      static_cast<const double*>(sums.const_data_ptr()),
+      static_cast<const double*>(count.const_data_ptr()), dx);
+  return grad_input;
+}
+
+}  // namespace
+}  // namespace syncbn::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {
+  m.impl("batch_norm_backward_apply", TORCH_BOX(&syncbn::cuda::batch_norm_backward_apply));
+}

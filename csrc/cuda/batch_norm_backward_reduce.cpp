@@ -1,0 +1,44 @@
+#include "adapter.h"
+
+namespace syncbn::cuda {
+namespace {
+
+constexpr const char* kOp = "syncbn::batch_norm_backward_reduce";
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_output,
+                                                              const Tensor& input,
+                                                              const Tensor& mean,
+                                                              const Tensor& invstd,
+                                                              std::optional<Tensor> weight) {
+  const Device device(input);
+  const Geometry geometry = check_input(kOp, "input", input);
+  const int64_t channels = geometry.channels;
+  check_grad_output(kOp, grad_output, input, geometry);
+  check_statistics(kOp, "mean", mean, channels, input);
+  check_statistics(kOp, "invstd", invstd, channels, input);
+  check_channel_vector(kOp, "weight", weight, input);
+
+  Tensor sums = torch::stable::new_empty(mean, {2 * channels});
+  const ScalarType grad_dtype = weight.has_value() ? weight->scalar_type() : ScalarType::Double;
+  Tensor grad_weight = torch::stable::new_empty(mean, {channels}, grad_dtype);
+  Tensor grad_bias = torch::stable::new_empty(mean, {channels}, grad_dtype);
+
+  const void* dy = grad_output.const_data_ptr();
+  const void* x = input.const_data_ptr();
+  const Plan plan = make_plan(Pass::kReduce, geometry, to_dtype(input.scalar_type()), {dy, x},
+                              device.multiprocessors());
+  std::vector<Tensor> keep_alive;
+  launch_batch_norm_backward_reduce(
+      plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
+      static_cast<const double*>(invstd.const_data_ptr()),
+      static_cast<double*>(sums.mutable_data_ptr()), to_channel_vector(grad_weight),
+      to_channel_vector(grad_bias), device.make_workspace(plan, input, keep_alive));
+  return {sums, grad_weight, grad_bias};
+}
+
+}  // namespace
+}  // namespace syncbn::cuda
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {
+  m.impl("batch_norm_backward_reduce", TORCH_BOX(&syncbn::cuda::batch_norm_backward_reduce));
+}

@@ -1,0 +1,99 @@
+// batch_norm_apply on CUDA. Reads the input and writes the output once.
+//
+// The first block of each tile of channels also writes mean and invstd and moves the running
+// statistics. A float does not hold a large mean: x - center is subtracted, with the float next to
+// the mean, and what that leaves of the mean is part of the shift.
+
+#include "../../common/moments.h"
+#include "../../common/running.h"
+#include "affine.h"
+#include "channel_vector.h"
+#include "operators.h"
+
+namespace syncbn::cuda {
+namespace {
+
+struct Normalize {
+  static constexpr int kInputs = 1;
+  static constexpr int kConstants = 3;  // center, scale, shift
+
+  template <typename A>
+  static __device__ __forceinline__ A apply(const A (&x)[1], const A (&constants)[3]) {
+    return (x[0] - constants[0]) * constants[1] + constants[2];
+  }
+};
+
+struct PrepareNormalize {
+  const double* totals;
+  int64_t channels;
+  ChannelVector weight;
+  ChannelVector bias;
+  RunningStatistics running;
+  double eps;
+  double* mean;
+  double* invstd;
+  double* count;
+
+  template <typename A>
+  __device__ Constants<3> constants(int64_t channel, bool first) const {
+    const Moments batch = read_message(totals, channels, channel);
+    const double inverse = 1 / sqrt(batch.m2 / (batch.count > 1 ? batch.count : 1) + eps);
+    if (first) {
+      mean[channel] = batch.mean;
+      invstd[channel] = inverse;
+      if (channel == 0) {
+        *count = batch.count;
+      }
+      if (batch.count > 0) {  // neither an empty group nor a withdrawn rank
+        move_running(channel, batch);
+      }
+    }
+    const double center = static_cast<A>(batch.mean);
+    const double scale = load_channel(weight, channel, 1) * inverse;
+    const double shift = load_channel(bias, channel, 0) - (batch.mean - center) * scale;
+    return {{center, scale, shift}};
+  }
+
+  __device__ void move_running(int64_t channel, const Moments& batch) const {
+    // A cumulative average needs the new counter in all blocks: another kernel has counted.
+    double factor = running.momentum;
+    if (running.cumulative) {
+      factor = 1 / static_cast<double>(*running.num_batches_tracked);
+    } else if (channel == 0 && running.num_batches_tracked != nullptr) {
+      *running.num_batches_tracked += 1;
+    }
+    if (running.mean.data == nullptr) {
+      return;
+    }
+    double new_mean = load_channel(running.mean, channel, 0);
+    double new_var = load_channel(running.var, channel, 0);
+    update_running(new_mean, new_var, batch, factor, largest_finite(running.mean.dtype),
+                   largest_finite(running.var.dtype));
+    store_channel(running.mean, channel, new_mean);
+    store_channel(running.var, channel, new_var);
+  }
+};
+
+__global__ void count_batch_kernel(const double* count, int64_t* num_batches_tracked) {
+  if (*count > 0) {
+    *num_batches_tracked += 1;
+  }
+}
+
+}  // namespace
+
+void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
+                             const double* totals, ChannelVector weight, ChannelVector bias,
+                             RunningStatistics running, double eps, void* output, double* mean,
+                             double* invstd, double* count) {
+  const int64_t channels = plan.geometry.channels;
+  if (running.cumulative) {
+    launch(count_batch_kernel, dim3(1), dim3(1), 0, static_cast<cudaStream_t>(stream),
+           totals + 2 * channels, running.num_batches_tracked);
+  }
+  launch_affine<Normalize>(
+      plan, stream, {input}, output,
+      PrepareNormalize{totals, channels, weight, bias, running, eps, mean, invstd, count});
+}
+
+}  // namespace syncbn::cuda

@@ -1,0 +1,192 @@
+// batch_norm_backward_reduce on CUDA. Reads dy and x once.
+//
+// Threads add up dy and dy * (x - center) in float (float64 in double), with center the float next
+// to the mean; blocks are added up in float64, where the rest of the mean is taken into account:
+// sum(dy * xhat) = (sum(dy * (x - center)) - (mean - center) * sum(dy)) * invstd.
+
+#include "channel_vector.h"
+#include "device.h"
+#include "dispatch.h"
+#include "matrix.h"
+#include "operators.h"
+#include "planar.h"
+#include "reduction.h"
+
+namespace syncbn::cuda {
+namespace {
+
+constexpr int kUnroll = kReduceUnroll / 2;  // of two tensors
+
+template <typename A, int kChannels>
+struct GradSums {
+  A dy[kChannels] = {};
+  A dy_deviation[kChannels] = {};
+
+  __device__ __forceinline__ void merge(const GradSums& other) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      dy[c] += other.dy[c];
+      dy_deviation[c] += other.dy_deviation[c];
+    }
+  }
+};
+
+struct GradOutputs {
+  const double* mean;
+  const double* invstd;
+  double* sums;
+  ChannelVector grad_weight;
+  ChannelVector grad_bias;
+  Workspace workspace;
+};
+
+template <typename A, typename Memory>
+__device__ void finish_sums(Memory& memory, int64_t channels, int64_t tile_channels,
+                            const GradOutputs& out) {
+  finish_reduction(memory, channels, tile_channels, out.workspace,
+                   [&](int64_t channel, double dy, double dy_deviation) {
+                     const double center = static_cast<A>(out.mean[channel]);
+                     const double dy_xhat =
+                         (dy_deviation - (out.mean[channel] - center) * dy) * out.invstd[channel];
+                     out.sums[channel] = dy;
+                     out.sums[channels + channel] = dy_xhat;
+                     store_channel(out.grad_weight, channel, dy_xhat);
+                     store_channel(out.grad_bias, channel, dy);
+                   });
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
+    backward_reduce_matrix_kernel(Matrix matrix, const T* __restrict__ grad_output,
+                                  const T* __restrict__ input, GradOutputs out) {
+  using A = compute_t<T>;
+  using State = GradSums<A, kVector>;
+  auto& memory = shared_memory<ReductionMemory<A, State>>();
+
+  const int64_t channel = matrix.channel<kVector>();
+  const int rows = channel < matrix.channels ? matrix.num_rows() : 0;
+  const int64_t offset = matrix.first_row() * matrix.channels + channel;
+  A center[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    center[v] = rows > 0 ? static_cast<A>(out.mean[channel + v]) : 0;
+  }
+
+  State state;
+  const int step = blockDim.y;
+  for (int row = threadIdx.y; row < rows; row += kUnroll * step) {
+    Vector<T, kVector> dy[kUnroll];
+    Vector<T, kVector> x[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      if (row + k * step < rows) {
+        const int64_t at = offset + (row + k * step) * matrix.channels;
+        dy[k] = load<kVector, Reuse::kSoon>(grad_output + at);
+        x[k] = load<kVector, Reuse::kSoon>(input + at);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      if (row + k * step < rows) {
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+          state.dy[v] += dy[k][v];
+          state.dy_deviation[v] += dy[k][v] * (x[k][v] - center[v]);
+        }
+      }
+    }
+  }
+
+  merge_members(memory, state, threadIdx.y, blockDim.y, threadIdx.x, blockDim.x);
+  if (threadIdx.y == 0) {
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      memory.first[threadIdx.x * kVector + v] = state.dy[v];
+      memory.second[threadIdx.x * kVector + v] = state.dy_deviation[v];
+    }
+  }
+  finish_sums<A>(memory, matrix.channels, matrix.tile_channels, out);
+}
+
+template <typename T, int kVector, bool kAligned>
+__global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
+    backward_reduce_planar_kernel(Planar planar, const T* __restrict__ grad_output,
+                                  const T* __restrict__ input, GradOutputs out) {
+  using A = compute_t<T>;
+  using State = GradSums<A, 1>;
+  auto& memory = shared_memory<ReductionMemory<A, State>>();
+
+  const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int slots = channel < planar.channels ? planar.num_slots() : 0;
+  const A center = slots > 0 ? static_cast<A>(out.mean[channel]) : 0;
+
+  State state;
+  const int step = blockDim.x;
+  SlotWalk<kVector, kAligned, Direction::kUp> walk(planar, channel,
+                                                   planar.first_slot() + threadIdx.x);
+  for (int at = threadIdx.x; at < slots; at += kUnroll * step) {
+    Vector<T, kVector> dy[kUnroll];
+    Vector<T, kVector> x[kUnroll];
+    Slot slot[kUnroll];
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      slot[k] = {};
+      if (at + k * step < slots) {
+        slot[k] = walk.get();
+        dy[k] = load_slot<kVector, kAligned, Reuse::kSoon>(planar, grad_output, slot[k]);
+        x[k] = load_slot<kVector, kAligned, Reuse::kSoon>(planar, input, slot[k]);
+        walk.advance();
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      State chunk;
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        if (slot[k].template has<kAligned>(v)) {
+          chunk.dy[0] += dy[k][v];
+          chunk.dy_deviation[0] += dy[k][v] * (x[k][v] - center);
+        }
+      }
+      state.merge(chunk);
+    }
+  }
+
+  merge_members(memory, state, threadIdx.x, blockDim.x, threadIdx.y, blockDim.y);
+  if (threadIdx.x == 0) {
+    memory.first[threadIdx.y] = state.dy[0];
+    memory.second[threadIdx.y] = state.dy_deviation[0];
+  }
+  finish_sums<A>(memory, planar.channels, blockDim.y, out);
+}
+
+}  // namespace
+
+void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const void* grad_output,
+                                       const void* input, const double* mean, const double* invstd,
+                                       double* sums, ChannelVector grad_weight,
+                                       ChannelVector grad_bias, Workspace workspace) {
+  const dim3 grid(plan.tiles, plan.splits);
+  const dim3 block(plan.block_x, plan.block_y);
+  const GradOutputs out{mean, invstd, sums, grad_weight, grad_bias, workspace};
+  dispatch_plan(
+      plan,
+      [&](auto type, auto vector) {
+        using T = typename decltype(type)::type;
+        using A = compute_t<T>;
+        constexpr int kVector = vector;
+        launch(backward_reduce_matrix_kernel<T, kVector>, grid, block,
+               sizeof(ReductionMemory<A, GradSums<A, kVector>>), static_cast<cudaStream_t>(stream),
+               Matrix(plan), static_cast<const T*>(grad_output), static_cast<const T*>(input), out);
+      },
+      [&](auto type, auto vector, auto aligned) {
+        using T = typename decltype(type)::type;
+        using A = compute_t<T>;
+        launch(backward_reduce_planar_kernel<T, vector, aligned>, grid, block,
+               sizeof(ReductionMemory<A, GradSums<A, 1>>), static_cast<cudaStream_t>(stream),
+               Planar(plan, input), static_cast<const T*>(grad_output),
+               static_cast<const T*>(input), out);
+      });
+}
+
+}  // namespace syncbn::cuda

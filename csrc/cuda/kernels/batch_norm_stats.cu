@@ -1,0 +1,236 @@
+// batch_norm_stats on CUDA. Reads the input once.
+//
+// A thread takes chunks of kReduceUnroll vectors into registers and goes over them twice, for the
+// mean and for the squared deviations from it: as robust as Welford's method, without a division
+// for each value. Chunks, then threads, are merged exactly (csrc/common/moments.h has the formula)
+// in float, then blocks in float64. Floats do not hold the mean of values far from zero: all
+// threads of a block subtract the same value of the channel, the pivot, first. Values that were 16
+// bits wide need none, for their own rounding is coarser.
+
+#include "../../common/moments.h"
+#include "device.h"
+#include "dispatch.h"
+#include "matrix.h"
+#include "operators.h"
+#include "planar.h"
+#include "reduction.h"
+
+namespace syncbn::cuda {
+namespace {
+
+// Count, mean and sum of squared deviations of the values of some channels.
+template <typename A, int kChannels>
+struct ChannelMoments {
+  A count = 0;
+  A mean[kChannels] = {};
+  A m2[kChannels] = {};
+
+  __device__ __forceinline__ void merge(const ChannelMoments& other) {
+    if (other.count == 0) {
+      return;
+    }
+    const A total = count + other.count;
+    const A share = other.count / total;
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      const A delta = other.mean[c] - mean[c];
+      mean[c] += delta * share;
+      m2[c] += other.m2[c] + delta * delta * count * share;
+    }
+    count = total;
+  }
+};
+
+template <typename T>
+constexpr bool kPivoted = std::is_same_v<T, compute_t<T>>;
+
+// Writes a block's moments of one channel as the two sums of the message.
+template <typename Memory, typename A>
+__device__ void put_sums(Memory& memory, int channel, double pivot, A count, A mean, A m2) {
+  const double full_mean = pivot + static_cast<double>(mean);
+  const double sum = static_cast<double>(count) * full_mean;
+  memory.first[channel] = sum;
+  memory.second[channel] = static_cast<double>(m2) + sum * full_mean;
+}
+
+template <typename Memory>
+__device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_channels,
+                               double count, double* message, Workspace workspace) {
+  finish_reduction(memory, channels, tile_channels, workspace,
+                   [=](int64_t channel, double sum, double sum_of_squares) {
+                     message[channel] = sum;
+                     message[channels + channel] = sum_of_squares;
+                     if (channel == 0) {
+                       message[2 * channels] = count;
+                     }
+                   });
+}
+
+template <typename T, int kVector>
+__global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
+    stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, double* message,
+                        Workspace workspace) {
+  using A = compute_t<T>;
+  using State = ChannelMoments<A, kVector>;
+  auto& memory = shared_memory<ReductionMemory<A, State>>();
+
+  const int64_t channel = matrix.channel<kVector>();
+  const int rows = channel < matrix.channels ? matrix.num_rows() : 0;
+  const T* const first = input + matrix.first_row() * matrix.channels + channel;
+  A pivot[kVector] = {};
+  if (kPivoted<T> && rows > 0) {
+    const auto values = load<kVector, Reuse::kSoon>(first);
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      pivot[v] = values[v];
+    }
+  }
+
+  State state;
+  for (int row = threadIdx.y; row < rows; row += kReduceUnroll * blockDim.y) {
+    Vector<T, kVector> values[kReduceUnroll];
+    int count = 0;
+#pragma unroll
+    for (int k = 0; k < kReduceUnroll; ++k) {
+      const int at = row + k * blockDim.y;
+      if (at < rows) {
+        values[k] = load<kVector, Reuse::kSoon>(first + at * matrix.channels);
+        count = k + 1;
+      }
+    }
+    State chunk;
+    chunk.count = count;
+    const A reciprocal = 1 / chunk.count;
+#pragma unroll
+    for (int k = 0; k < kReduceUnroll; ++k) {
+      if (k < count) {
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+          chunk.mean[v] += values[k][v] - pivot[v];
+        }
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      chunk.mean[v] *= reciprocal;
+    }
+#pragma unroll
+    for (int k = 0; k < kReduceUnroll; ++k) {
+      if (k < count) {
+#pragma unroll
+        for (int v = 0; v < kVector; ++v) {
+          const A deviation = values[k][v] - pivot[v] - chunk.mean[v];
+          chunk.m2[v] += deviation * deviation;
+        }
+      }
+    }
+    state.merge(chunk);
+  }
+
+  merge_members(memory, state, threadIdx.y, blockDim.y, threadIdx.x, blockDim.x);
+  if (threadIdx.y == 0) {
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      put_sums(memory, threadIdx.x * kVector + v, pivot[v], state.count, state.mean[v],
+               state.m2[v]);
+    }
+  }
+  finish_message(memory, matrix.channels, matrix.tile_channels, matrix.rows, message, workspace);
+}
+
+template <typename T, int kVector, bool kAligned>
+__global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
+    stats_planar_kernel(Planar planar, const T* __restrict__ input, double count, double* message,
+                        Workspace workspace) {
+  using A = compute_t<T>;
+  using State = ChannelMoments<A, 1>;
+  auto& memory = shared_memory<ReductionMemory<A, State>>();
+
+  const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+  const int slots = channel < planar.channels ? planar.num_slots() : 0;
+  A pivot = 0;
+  if (kPivoted<T> && slots > 0) {
+    pivot = to_compute(input[planar.first_plane() + channel * planar.inner]);
+  }
+
+  State state;
+  SlotWalk<kVector, kAligned, Direction::kUp> walk(planar, channel,
+                                                   planar.first_slot() + threadIdx.x);
+  for (int at = threadIdx.x; at < slots; at += kReduceUnroll * blockDim.x) {
+    Vector<T, kVector> values[kReduceUnroll];
+    Slot slot[kReduceUnroll];
+    State chunk;
+#pragma unroll
+    for (int k = 0; k < kReduceUnroll; ++k) {
+      slot[k] = {};
+      if (at + k * static_cast<int>(blockDim.x) < slots) {
+        slot[k] = walk.get();
+        values[k] = load_slot<kVector, kAligned, Reuse::kSoon>(planar, input, slot[k]);
+        chunk.count += slot[k].end - slot[k].begin;
+        walk.advance();
+      }
+    }
+    if (chunk.count == 0) {
+      continue;
+    }
+#pragma unroll
+    for (int k = 0; k < kReduceUnroll; ++k) {
+      A sum = 0;
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        if (slot[k].template has<kAligned>(v)) {
+          sum += values[k][v] - pivot;
+        }
+      }
+      chunk.mean[0] += sum;
+    }
+    chunk.mean[0] /= chunk.count;
+#pragma unroll
+    for (int k = 0; k < kReduceUnroll; ++k) {
+      A m2 = 0;
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        if (slot[k].template has<kAligned>(v)) {
+          const A deviation = values[k][v] - pivot - chunk.mean[0];
+          m2 += deviation * deviation;
+        }
+      }
+      chunk.m2[0] += m2;
+    }
+    state.merge(chunk);
+  }
+
+  merge_members(memory, state, threadIdx.x, blockDim.x, threadIdx.y, blockDim.y);
+  if (threadIdx.x == 0) {
+    put_sums(memory, threadIdx.y, pivot, state.count, state.mean[0], state.m2[0]);
+  }
+  finish_message(memory, planar.channels, blockDim.y, count, message, workspace);
+}
+
+}  // namespace
+
+void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
+                             Workspace workspace) {
+  const dim3 grid(plan.tiles, plan.splits);
+  const dim3 block(plan.block_x, plan.block_y);
+  dispatch_plan(
+      plan,
+      [&](auto type, auto vector) {
+        using T = typename decltype(type)::type;
+        constexpr int kVector = vector;
+        using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, kVector>>;
+        launch(stats_matrix_kernel<T, kVector>, grid, block, sizeof(Memory),
+               static_cast<cudaStream_t>(stream), Matrix(plan), static_cast<const T*>(input),
+               message, workspace);
+      },
+      [&](auto type, auto vector, auto aligned) {
+        using T = typename decltype(type)::type;
+        constexpr int kVector = vector;
+        using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, 1>>;
+        launch(stats_planar_kernel<T, kVector, aligned>, grid, block, sizeof(Memory),
+               static_cast<cudaStream_t>(stream), Planar(plan, input), static_cast<const T*>(input),
+               static_cast<double>(plan.geometry.per_channel()), message, workspace);
+      });
+}
+
+}  // namespace syncbn::cuda

@@ -1,0 +1,50 @@
+// CUDA as the kernels use it: nvcc's, or threads as fibers of a host compiler's program.
+//
+// The emulation (tests/emulation) offers what is used of CUDA, launch() and shared_memory() by the
+// same names, so that the tests run these very kernels on a machine without a GPU.
+#pragma once
+
+#if defined(__CUDACC__)
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+// The emulation checks here that an access is aligned; hardware does so by itself.
+#define SYNCBN_CHECK_ACCESS(pointer, num_bytes)
+
+namespace syncbn::cuda {
+
+// The block's dynamic shared memory; there is no other.
+template <typename T>
+__device__ T& shared_memory() {
+  extern __shared__ __align__(16) unsigned char bytes[];
+  return *reinterpret_cast<T*>(bytes);
+}
+
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t num_shared_bytes,
+            cudaStream_t stream, Args... args) {
+  kernel<<<grid, block, num_shared_bytes, stream>>>(args...);
+  const cudaError_t error = cudaGetLastError();
+  if (error == cudaErrorNoKernelImageForDevice) {
+    throw std::runtime_error(
+        "syncbn: this build has no kernels for this GPU's architecture; rebuild it with the "
+        "architecture in TORCH_CUDA_ARCH_LIST");
+  }
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("syncbn: a CUDA kernel could not be launched: ") +
+                             cudaGetErrorString(error));
+  }
+}
+
+}  // namespace syncbn::cuda
+
+#else
+
+#include "emulation.h"
+
+#endif

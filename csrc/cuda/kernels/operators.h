@@ -1,0 +1,53 @@
+// The CUDA operators as host functions: what adapters (and tests without a GPU) call.
+//
+// Each checks nothing, allocates nothing, launches on the given stream and returns at once. The
+// contracts are those of csrc/ops.cpp. Includes neither torch nor CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "plan.h"
+
+namespace syncbn::cuda {
+
+// One value per channel in memory: a weight, a bias or a running statistic. No data: none is given.
+struct ChannelVector {
+  void* data = nullptr;
+  int64_t stride = 0;
+  DType dtype = DType::kFloat;
+};
+
+struct RunningStatistics {
+  ChannelVector mean;
+  ChannelVector var;
+  int64_t* num_batches_tracked = nullptr;  // may be missing, unless the average is cumulative
+  bool cumulative = false;                 // a momentum of None
+  double momentum = 0;
+};
+
+// What a reduction that is split over blocks meets in.
+struct Workspace {
+  double* partials;    // plan.num_partials() values
+  unsigned* counters;  // plan.num_counters() zeros, which it leaves as zeros
+};
+
+void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
+                             Workspace workspace);
+
+// One launch, and one more before it for a cumulative average.
+void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
+                             const double* totals, ChannelVector weight, ChannelVector bias,
+                             RunningStatistics running, double eps, void* output, double* mean,
+                             double* invstd, double* count);
+
+void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const void* grad_output,
+                                       const void* input, const double* mean, const double* invstd,
+                                       double* sums, ChannelVector grad_weight,
+                                       ChannelVector grad_bias, Workspace workspace);
+
+void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void* grad_output,
+                                      const void* input, const double* mean, const double* invstd,
+                                      ChannelVector weight, const double* sums, const double* count,
+                                      void* grad_input);
+
+}  // namespace syncbn::cuda

@@ -1,0 +1,152 @@
+// How a tensor is split over blocks and threads. Depends on its geometry, dtype and alignment and
+// on the number of multiprocessors, never on data: results are the same bits on each run.
+//
+// A block owns a tile of channels and a segment of their values.
+//
+// Matrix (rows, C): a thread owns `vector` neighbouring channels, blockDim.x threads make a tile of
+// up to 32 vectors, blockDim.y threads share its rows; the segment counts rows.
+//
+// Planar (outer, C, inner): blockDim.x threads share a channel, blockDim.y channels are a tile; the
+// segment counts slots, aligned vectors that a plane lies in. In an unaligned plane the first and
+// the last slot hold values of neighbouring planes, too.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+#include "../../common/geometry.h"
+
+namespace syncbn::cuda {
+
+enum class DType { kHalf, kBFloat16, kFloat, kDouble };
+
+inline int size_of(DType dtype) {
+  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
+}
+
+constexpr int kMaxThreads = 256;  // in a block
+constexpr int kVectorBytes = 16;
+constexpr int kWarp = 32;
+
+// Vectors that a thread of a reduction has in flight: about 64 KB in a multiprocessor.
+constexpr int kReduceUnroll = 8;
+// Blocks of a pass in a multiprocessor: all are resident, so that no last wave is half empty.
+constexpr int kReduceBlocks = 2;
+constexpr int kApplyBlocks = 3;
+
+// Values of a channel in a block: a float counts them exactly, and 32 bits index them.
+constexpr int64_t kLongestSegment = 1 << 24;
+
+enum class Pass { kReduce, kApply };
+
+struct Plan {
+  Geometry geometry;
+  DType dtype;
+  int vector;              // values that a thread loads at once
+  bool aligned;            // false: planar, with values of other planes in first and last slots
+  int64_t slots_in_plane;  // planar
+  int block_x;
+  int block_y;
+  int64_t tile_channels;
+  int64_t tiles;    // gridDim.x
+  int64_t splits;   // gridDim.y
+  int64_t segment;  // rows (matrix) or slots (planar) of a block
+
+  int threads() const { return block_x * block_y; }
+  // Doubles of workspace: two sums for each channel and block. None where a block has all values.
+  int64_t num_partials() const { return splits == 1 ? 0 : 2 * splits * geometry.channels; }
+  int64_t num_counters() const { return splits == 1 ? 0 : tiles; }
+};
+
+namespace detail {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Splits `length` so that all tiles together make up `blocks`, but into segments of `shortest` to
+// `longest`.
+inline void split_segments(Plan& plan, int64_t length, int64_t shortest, int64_t longest,
+                           int64_t blocks) {
+  const int64_t most = std::max<int64_t>(1, ceil_div(length, shortest));
+  const int64_t least = std::max<int64_t>(1, ceil_div(length, longest));
+  const int64_t wanted = std::max(least, std::min(blocks / plan.tiles, most));
+  plan.segment = std::max<int64_t>(1, ceil_div(length, wanted));
+  plan.splits = std::max<int64_t>(1, ceil_div(length, plan.segment));
+}
+
+inline int next_power_of_two(int64_t value, int lowest, int highest) {
+  int power = lowest;
+  while (power < value && power < highest) {
+    power *= 2;
+  }
+  return power;
+}
+
+inline void plan_matrix(Plan& plan, int alignment, int64_t blocks) {
+  const int64_t channels = plan.geometry.channels;
+  plan.vector = 1;
+  for (const int bytes : {kVectorBytes, 4}) {
+    const int vector = bytes / size_of(plan.dtype);
+    if (vector > 1 && channels % vector == 0 && alignment % bytes == 0) {
+      plan.vector = vector;
+      break;
+    }
+  }
+  plan.aligned = true;
+  const int64_t vectors = channels / plan.vector;
+  plan.tiles = ceil_div(vectors, kWarp);
+  plan.block_x = static_cast<int>(ceil_div(vectors, plan.tiles));
+  plan.block_y = kMaxThreads / plan.block_x;
+  plan.tile_channels = plan.block_x * plan.vector;
+  split_segments(plan, plan.geometry.outer, plan.block_y * kReduceUnroll, kLongestSegment, blocks);
+}
+
+inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t blocks) {
+  const int64_t channels = plan.geometry.channels;
+  const int64_t inner = plan.geometry.inner;
+  const int widest = kVectorBytes / size_of(plan.dtype);
+  plan.aligned = true;
+  plan.vector = widest;
+  if (inner % widest == 0 && alignment % kVectorBytes == 0) {
+    plan.slots_in_plane = inner / widest;
+  } else if (inner >= 2 * widest && same_phase) {
+    plan.aligned = false;
+    plan.slots_in_plane = (inner + 2 * widest - 2) / widest;  // wherever the plane begins
+  } else {
+    plan.vector = 1;
+    plan.slots_in_plane = inner;
+  }
+  const int64_t slots = plan.geometry.outer * plan.slots_in_plane;
+  plan.block_x = next_power_of_two(ceil_div(slots, kReduceUnroll), kWarp, kMaxThreads);
+  plan.block_y = next_power_of_two(channels, 1, kMaxThreads / plan.block_x);
+  plan.tile_channels = plan.block_y;
+  plan.tiles = ceil_div(channels, plan.block_y);
+  split_segments(plan, slots, plan.block_x * kReduceUnroll, kLongestSegment / plan.vector, blocks);
+}
+
+}  // namespace detail
+
+// `pointers` are all tensors of the input's shape that the pass reads and writes.
+inline Plan make_plan(Pass pass, const Geometry& geometry, DType dtype,
+                      std::initializer_list<const void*> pointers, int multiprocessors) {
+  Plan plan{geometry, dtype};
+  int alignment = kVectorBytes;  // a power of two that divides every address
+  bool same_phase = true;
+  for (const void* pointer : pointers) {
+    const auto phase = reinterpret_cast<uintptr_t>(pointer) % kVectorBytes;
+    while (phase % alignment != 0) {
+      alignment /= 2;
+    }
+    same_phase &= phase == reinterpret_cast<uintptr_t>(*pointers.begin()) % kVectorBytes;
+  }
+  const int64_t blocks =
+      int64_t{multiprocessors} * (pass == Pass::kReduce ? kReduceBlocks : kApplyBlocks);
+  if (geometry.is_matrix()) {
+    detail::plan_matrix(plan, alignment, blocks);
+  } else {
+    detail::plan_planar(plan, alignment, same_phase, blocks);
+  }
+  return plan;
+}
+
+}  // namespace syncbn::cuda

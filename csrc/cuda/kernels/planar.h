@@ -1,0 +1,146 @@
+// Walks over the slots of a channel in a planar tensor (outer, C, inner).
+//
+// A slot is an aligned vector that a plane lies in; see plan.h. A thread visits every
+// blockDim.x-th slot of its block's segment, upwards or downwards.
+#pragma once
+
+#include "plan.h"
+#include "vector.h"
+
+namespace syncbn::cuda {
+
+// What a kernel is told of a plan.
+struct Planar {
+  int64_t inner;
+  int64_t channels;
+  int64_t numel;
+  int64_t plane_stride;  // from a plane to the channel's next, in values
+  int64_t slots_in_plane;
+  int64_t slots;        // of a channel
+  int64_t segment;      // slots of a block
+  int64_t step_planes;  // blockDim.x slots: whole planes, in values,
+  int64_t step_slots;   // and slots
+  int phase;            // of the first value: its distance from an aligned address, in values
+
+  Planar(const Plan& plan, const void* pointer)
+      : inner(plan.geometry.inner),
+        channels(plan.geometry.channels),
+        numel(plan.geometry.numel()),
+        plane_stride(plan.geometry.channels * plan.geometry.inner),
+        slots_in_plane(plan.slots_in_plane),
+        slots(plan.geometry.outer * plan.slots_in_plane),
+        segment(plan.segment),
+        step_planes(plan.block_x / plan.slots_in_plane * plane_stride),
+        step_slots(plan.block_x % plan.slots_in_plane),
+        phase(static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % kVectorBytes /
+                               size_of(plan.dtype))) {}
+
+  __device__ __forceinline__ int64_t first_slot() const { return blockIdx.y * segment; }
+  // Slots of this block in each channel.
+  __device__ __forceinline__ int num_slots() const {
+    const int64_t left = slots - first_slot();
+    return static_cast<int>(left < segment ? left : segment);
+  }
+  // Offset, but for the channel's, of the plane in which the block begins.
+  __device__ __forceinline__ int64_t first_plane() const {
+    return first_slot() / slots_in_plane * plane_stride;
+  }
+};
+
+// Values [begin, end) of the vector at `offset` of the tensor belong to the plane.
+struct Slot {
+  int64_t offset;
+  int begin;
+  int end;
+
+  template <bool kAligned>
+  __device__ __forceinline__ bool has(int v) const {
+    return kAligned ? end != 0 : v >= begin && v < end;
+  }
+};
+
+enum class Direction { kUp, kDown };
+
+template <int kVector, bool kAligned, Direction kDirection>
+class SlotWalk {
+ public:
+  // Starts at slot `first` of the channel.
+  __device__ SlotWalk(const Planar& planar, int64_t channel, int64_t first)
+      : planar_(planar),
+        plane_(first / planar.slots_in_plane * planar.plane_stride + channel * planar.inner),
+        slot_(first % planar.slots_in_plane) {}
+
+  __device__ __forceinline__ Slot get() const {
+    if (kAligned) {
+      return {plane_ + slot_ * kVector, 0, kVector};
+    }
+    const int phase = static_cast<unsigned>(planar_.phase + plane_) % kVector;
+    const int64_t from = slot_ * kVector - phase;  // may lie before the plane
+    const int64_t left = planar_.inner - from;     // and this may lie behind it
+    return {plane_ + from, from < 0 ? phase : 0,
+            left < 0         ? 0
+            : left < kVector ? static_cast<int>(left)
+                             : kVector};
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (kDirection == Direction::kUp) {
+      plane_ += planar_.step_planes;
+      slot_ += planar_.step_slots;
+      if (slot_ >= planar_.slots_in_plane) {
+        slot_ -= planar_.slots_in_plane;
+        plane_ += planar_.plane_stride;
+      }
+    } else {
+      plane_ -= planar_.step_planes;
+      slot_ -= planar_.step_slots;
+      if (slot_ < 0) {
+        slot_ += planar_.slots_in_plane;
+        plane_ -= planar_.plane_stride;
+      }
+    }
+  }
+
+ private:
+  const Planar& planar_;
+  int64_t plane_;  // offset of the plane's first value
+  int64_t slot_;
+};
+
+// Loads a slot. Values of other planes come along, but nothing outside of the tensor is touched.
+template <int kVector, bool kAligned, Reuse kReuse, typename T>
+__device__ __forceinline__ Vector<T, kVector> load_slot(const Planar& planar, const T* tensor,
+                                                        const Slot& slot) {
+  if (kAligned || (slot.offset >= 0 && slot.offset + kVector <= planar.numel)) {
+    return load<kVector, kReuse>(tensor + slot.offset);
+  }
+  Vector<T, kVector> values{};
+  if constexpr (!kAligned) {
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      if (v >= slot.begin && v < slot.end) {
+        values.set(v, tensor[slot.offset + v]);
+      }
+    }
+  }
+  return values;
+}
+
+template <int kVector, bool kAligned, typename T>
+__device__ __forceinline__ void store_slot(T* tensor, const Slot& slot,
+                                           const Vector<T, kVector>& values) {
+  if (kAligned || (slot.begin == 0 && slot.end == kVector)) {
+    store(tensor + slot.offset, values);
+    return;
+  }
+  if constexpr (!kAligned) {
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      if (v >= slot.begin && v < slot.end) {
+        tensor[slot.offset + v] = values.get(v);
+      }
+    }
+  }
+}
+
+}  // namespace syncbn::cuda

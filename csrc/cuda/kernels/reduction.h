@@ -1,0 +1,114 @@
+// From the sums of a block's threads to two sums per channel over all blocks.
+//
+// Within a block threads merge pairwise, through shared memory. If a tile of channels is split over
+// blocks, each writes its sums to the workspace, and the block that finishes last, as an integer
+// counter tells, adds all of them up. Every order is fixed, so the bits are the same on each run;
+// and atomicInc leaves the counter at zero for the next launch.
+#pragma once
+
+#include "device.h"
+#include "operators.h"
+
+namespace syncbn::cuda {
+
+// State is a struct of values of type A alone.
+template <typename A, typename State>
+struct ReductionMemory {
+  static constexpr int kWords = sizeof(State) / sizeof(A);
+  double first[kMaxThreads];
+  double second[kMaxThreads];
+  A exchange[kWords][kMaxThreads];
+  bool is_last;
+};
+
+__device__ __forceinline__ int thread_index() { return threadIdx.y * blockDim.x + threadIdx.x; }
+
+// Merges the states of all `members` of each of `groups` groups of threads into that of its member
+// 0. All threads of the block call it.
+template <typename A, typename State>
+__device__ void merge_members(ReductionMemory<A, State>& memory, State& state, int member,
+                              int members, int group, int groups) {
+  constexpr int kWords = ReductionMemory<A, State>::kWords;
+  // What one step reads, the next does not overwrite: it writes in front of it.
+  while (members > 1) {
+    const int half = (members + 1) / 2;
+    if (member >= half && member < members) {
+      const A* words = reinterpret_cast<const A*>(&state);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        memory.exchange[w][member * groups + group] = words[w];
+      }
+    }
+    __syncthreads();
+    if (member + half < members) {
+      State other;
+      A* words = reinterpret_cast<A*>(&other);
+#pragma unroll
+      for (int w = 0; w < kWords; ++w) {
+        words[w] = memory.exchange[w][(member + half) * groups + group];
+      }
+      state.merge(other);
+    }
+    members = half;
+  }
+}
+
+// Calls write(channel, first, second) once for each channel with the sums over all blocks, in the
+// block that has them. Before it, one thread for each channel of the tile has put the block's sums
+// into memory.first and memory.second.
+template <typename Memory, typename Write>
+__device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_channels,
+                                 Workspace workspace, const Write& write) {
+  const int thread = thread_index();
+  const int64_t first_channel = blockIdx.x * tile_channels;
+  const auto owned = static_cast<int>(
+      first_channel + tile_channels < channels ? tile_channels : channels - first_channel);
+  const auto splits = static_cast<int>(gridDim.y);
+  __syncthreads();
+  if (splits > 1) {
+    double* const partials = workspace.partials + first_channel;  // [splits][2][channels]
+    if (thread < owned) {
+      double* const mine = partials + 2 * channels * blockIdx.y + thread;
+      mine[0] = memory.first[thread];
+      mine[channels] = memory.second[thread];
+    }
+    __threadfence();
+    __syncthreads();
+    if (thread == 0) {
+      memory.is_last = atomicInc(&workspace.counters[blockIdx.x], splits - 1) == splits - 1u;
+    }
+    __syncthreads();
+    if (!memory.is_last) {
+      return;
+    }
+    __threadfence();
+
+    const int lanes = static_cast<int>(blockDim.x * blockDim.y) / owned;
+    const int lane = thread / owned;
+    double first = 0;
+    double second = 0;
+    if (lane < lanes) {
+      // Volatile: other blocks wrote them.
+      const volatile double* const theirs = partials + thread % owned;
+#pragma unroll 8
+      for (int split = lane; split < splits; split += lanes) {
+        first += theirs[2 * channels * split];
+        second += theirs[2 * channels * split + channels];
+      }
+    }
+    memory.first[thread] = first;
+    memory.second[thread] = second;
+    __syncthreads();
+    if (thread < owned) {
+      for (int other = 1; other < lanes; ++other) {
+        memory.first[thread] += memory.first[other * owned + thread];
+        memory.second[thread] += memory.second[other * owned + thread];
+      }
+    }
+  }
+  if (thread < owned) {
+    write(first_channel + thread, memory.first[thread], memory.second[thread]);
+  }
+}
+
+}  // namespace syncbn::cuda

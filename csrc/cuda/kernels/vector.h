@@ -1,0 +1,74 @@
+// A few neighbouring values of a tensor, loaded and stored at once, and computed with in float
+// (float64 in double).
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+
+#include "device.h"
+#include "plan.h"
+
+namespace syncbn::cuda {
+
+template <typename T>
+using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// torch compiles CUDA without the implicit conversions of the 16-bit types.
+__device__ __forceinline__ float to_compute(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_compute(__nv_bfloat16 value) { return __bfloat162float(value); }
+__device__ __forceinline__ float to_compute(float value) { return value; }
+__device__ __forceinline__ double to_compute(double value) { return value; }
+
+template <typename T>
+__device__ __forceinline__ T from_compute(compute_t<T> value) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(value);
+  } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return __float2bfloat16_rn(value);
+  } else {
+    return value;
+  }
+}
+
+template <int kBytes>
+using word_t = std::conditional_t<
+    kBytes == 16, uint4,
+    std::conditional_t<kBytes == 8, uint2,
+                       std::conditional_t<kBytes == 4, unsigned int, unsigned short>>>;
+
+template <typename T, int kVector>
+struct Vector {
+  using Word = word_t<sizeof(T) * kVector>;
+  Word word;
+
+  __device__ __forceinline__ T get(int i) const {
+    T value;
+    memcpy(&value, reinterpret_cast<const char*>(&word) + i * sizeof(T), sizeof(T));
+    return value;
+  }
+
+  __device__ __forceinline__ void set(int i, T value) {
+    memcpy(reinterpret_cast<char*>(&word) + i * sizeof(T), &value, sizeof(T));
+  }
+
+  __device__ __forceinline__ compute_t<T> operator[](int i) const { return to_compute(get(i)); }
+};
+
+enum class Reuse { kSoon, kNever };  // kNever: the line is the first to leave the cache
+
+template <int kVector, Reuse kReuse, typename T>
+__device__ __forceinline__ Vector<T, kVector> load(const T* pointer) {
+  using Word = typename Vector<T, kVector>::Word;
+  SYNCBN_CHECK_ACCESS(pointer, sizeof(Word));
+  const auto* word = reinterpret_cast<const Word*>(pointer);
+  return {kReuse == Reuse::kNever ? __ldcs(word) : *word};
+}
+
+template <typename T, int kVector>
+__device__ __forceinline__ void store(T* pointer, const Vector<T, kVector>& values) {
+  using Word = typename Vector<T, kVector>::Word;
+  SYNCBN_CHECK_ACCESS(pointer, sizeof(Word));
+  *reinterpret_cast<Word*>(pointer) = values.word;
+}
+
+}  // namespace syncbn::cuda
