@@ -44,22 +44,22 @@ __global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
   const int64_t channel = matrix.channel<kVector>();
   const int rows = channel < matrix.channels ? matrix.num_rows() : 0;
   const int step = blockDim.y;
-  const int64_t offset = matrix.first_row() * matrix.channels + channel;
+  const int64_t stride = step * matrix.channels;
+  int row = rows - 1 - static_cast<int>(threadIdx.y);
+  int64_t offset = (matrix.first_row() + row) * matrix.channels + channel;
   Vector<T, kVector> values[Op::kInputs][kUnroll];
-  const auto load_rows = [&](int row) {
+  const auto load_rows = [&]() {
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       if (row - k * step >= 0) {
 #pragma unroll
         for (int i = 0; i < Op::kInputs; ++i) {
-          values[i][k] = load<kVector, Reuse::kNever>(tensors.input[i] + offset +
-                                                      (row - k * step) * matrix.channels);
+          values[i][k] = load<kVector, Reuse::kNever>(tensors.input[i] + offset - k * stride);
         }
       }
     }
   };
-  int row = rows - 1 - static_cast<int>(threadIdx.y);
-  load_rows(row);
+  load_rows();
 
   const int64_t first_channel = blockIdx.x * matrix.tile_channels;
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
     }
   }
 
-  for (; row >= 0; row -= kUnroll * step, load_rows(row)) {
+  while (row >= 0) {
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       if (row - k * step >= 0) {
@@ -99,9 +99,12 @@ __global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
           }
           result.set(v, from_compute<T>(Op::apply(in, channel_constants)));
         }
-        store(tensors.output + offset + (row - k * step) * matrix.channels, result);
+        store(tensors.output + offset - k * stride, result);
       }
     }
+    row -= kUnroll * step;
+    offset -= kUnroll * stride;
+    load_rows();
   }
 }
 
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
     constants[i] = memory.constants[i][threadIdx.y];
   }
 
-  for (; at >= 0; at -= kUnroll * step, load_slots()) {
+  while (at >= 0) {
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       if (at - k * step >= 0) {
@@ -167,6 +170,8 @@ __global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
         store_slot<kVector, kAligned>(tensors.output, slot[k], result);
       }
     }
+    at -= kUnroll * step;
+    load_slots();
   }
 }
 

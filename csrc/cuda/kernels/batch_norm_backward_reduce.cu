@@ -65,7 +65,9 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
 
   const int64_t channel = matrix.channel<kVector>();
   const int rows = channel < matrix.channels ? matrix.num_rows() : 0;
-  const int64_t offset = matrix.first_row() * matrix.channels + channel;
+  const int step = blockDim.y;
+  const int64_t stride = step * matrix.channels;
+  int64_t next = (matrix.first_row() + threadIdx.y) * matrix.channels + channel;
   A center[kVector];
 #pragma unroll
   for (int v = 0; v < kVector; ++v) {
@@ -73,17 +75,16 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
   }
 
   State state;
-  const int step = blockDim.y;
   for (int row = threadIdx.y; row < rows; row += kUnroll * step) {
     Vector<T, kVector> dy[kUnroll];
     Vector<T, kVector> x[kUnroll];
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       if (row + k * step < rows) {
-        const int64_t at = offset + (row + k * step) * matrix.channels;
-        dy[k] = load<kVector, Reuse::kSoon>(grad_output + at);
-        x[k] = load<kVector, Reuse::kSoon>(input + at);
+        dy[k] = load<kVector, Reuse::kSoon>(grad_output + next);
+        x[k] = load<kVector, Reuse::kSoon>(input + next);
       }
+      next += stride;
     }
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {

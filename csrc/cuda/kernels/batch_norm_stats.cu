@@ -87,44 +87,55 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
   }
 
   State state;
-  for (int row = threadIdx.y; row < rows; row += kReduceUnroll * blockDim.y) {
+  const int step = blockDim.y;
+  const int64_t stride = step * matrix.channels;
+  const T* next = first + threadIdx.y * matrix.channels;
+  for (int row = threadIdx.y; row < rows; row += kReduceUnroll * step) {
     Vector<T, kVector> values[kReduceUnroll];
     int count = 0;
 #pragma unroll
     for (int k = 0; k < kReduceUnroll; ++k) {
-      const int at = row + k * blockDim.y;
-      if (at < rows) {
-        values[k] = load<kVector, Reuse::kSoon>(first + at * matrix.channels);
+      if (row + k * step < rows) {
+        values[k] = load<kVector, Reuse::kSoon>(next);
         count = k + 1;
       }
+      next += stride;
     }
-    State chunk;
-    chunk.count = count;
-    const A reciprocal = 1 / chunk.count;
+    // Almost all chunks are full; those need no test for each vector.
+    const auto add_chunk = [&](auto full) {
+      State chunk;
+      chunk.count = count;
+      const A reciprocal = 1 / chunk.count;
 #pragma unroll
-    for (int k = 0; k < kReduceUnroll; ++k) {
-      if (k < count) {
+      for (int k = 0; k < kReduceUnroll; ++k) {
+        if (decltype(full)::value || k < count) {
 #pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-          chunk.mean[v] += values[k][v] - pivot[v];
+          for (int v = 0; v < kVector; ++v) {
+            chunk.mean[v] += values[k][v] - pivot[v];
+          }
         }
       }
-    }
 #pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      chunk.mean[v] *= reciprocal;
-    }
+      for (int v = 0; v < kVector; ++v) {
+        chunk.mean[v] *= reciprocal;
+      }
 #pragma unroll
-    for (int k = 0; k < kReduceUnroll; ++k) {
-      if (k < count) {
+      for (int k = 0; k < kReduceUnroll; ++k) {
+        if (decltype(full)::value || k < count) {
 #pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-          const A deviation = values[k][v] - pivot[v] - chunk.mean[v];
-          chunk.m2[v] += deviation * deviation;
+          for (int v = 0; v < kVector; ++v) {
+            const A deviation = values[k][v] - pivot[v] - chunk.mean[v];
+            chunk.m2[v] += deviation * deviation;
+          }
         }
       }
+      state.merge(chunk);
+    };
+    if (count == kReduceUnroll) {
+      add_chunk(std::true_type{});
+    } else {
+      add_chunk(std::false_type{});
     }
-    state.merge(chunk);
   }
 
   merge_members(memory, state, threadIdx.y, blockDim.y, threadIdx.x, blockDim.x);
@@ -154,50 +165,60 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
   }
 
   State state;
+  const int step = blockDim.x;
   SlotWalk<kVector, kAligned, Direction::kUp> walk(planar, channel,
                                                    planar.first_slot() + threadIdx.x);
-  for (int at = threadIdx.x; at < slots; at += kReduceUnroll * blockDim.x) {
+  for (int at = threadIdx.x; at < slots; at += kReduceUnroll * step) {
     Vector<T, kVector> values[kReduceUnroll];
     Slot slot[kReduceUnroll];
-    State chunk;
+    int count = 0;
 #pragma unroll
     for (int k = 0; k < kReduceUnroll; ++k) {
       slot[k] = {};
-      if (at + k * static_cast<int>(blockDim.x) < slots) {
+      if (at + k * step < slots) {
         slot[k] = walk.get();
         values[k] = load_slot<kVector, kAligned, Reuse::kSoon>(planar, input, slot[k]);
-        chunk.count += slot[k].end - slot[k].begin;
+        count += __popc(slot[k].mask);
         walk.advance();
       }
     }
-    if (chunk.count == 0) {
+    if (count == 0) {
       continue;
     }
+    const auto add_chunk = [&](auto full) {
+      State chunk;
+      chunk.count = count;
 #pragma unroll
-    for (int k = 0; k < kReduceUnroll; ++k) {
-      A sum = 0;
+      for (int k = 0; k < kReduceUnroll; ++k) {
+        A sum = 0;
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        if (slot[k].template has<kAligned>(v)) {
-          sum += values[k][v] - pivot;
+        for (int v = 0; v < kVector; ++v) {
+          if (decltype(full)::value || slot[k].template has<kAligned>(v)) {
+            sum += values[k][v] - pivot;
+          }
         }
+        chunk.mean[0] += sum;
       }
-      chunk.mean[0] += sum;
-    }
-    chunk.mean[0] /= chunk.count;
+      chunk.mean[0] /= chunk.count;
 #pragma unroll
-    for (int k = 0; k < kReduceUnroll; ++k) {
-      A m2 = 0;
+      for (int k = 0; k < kReduceUnroll; ++k) {
+        A m2 = 0;
 #pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        if (slot[k].template has<kAligned>(v)) {
-          const A deviation = values[k][v] - pivot - chunk.mean[0];
-          m2 += deviation * deviation;
+        for (int v = 0; v < kVector; ++v) {
+          if (decltype(full)::value || slot[k].template has<kAligned>(v)) {
+            const A deviation = values[k][v] - pivot - chunk.mean[0];
+            m2 += deviation * deviation;
+          }
         }
+        chunk.m2[0] += m2;
       }
-      chunk.m2[0] += m2;
+      state.merge(chunk);
+    };
+    if (kAligned && count == kReduceUnroll * kVector) {
+      add_chunk(std::true_type{});
+    } else {
+      add_chunk(std::false_type{});
     }
-    state.merge(chunk);
   }
 
   merge_members(memory, state, threadIdx.x, blockDim.x, threadIdx.y, blockDim.y);

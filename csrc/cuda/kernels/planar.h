@@ -47,15 +47,18 @@ struct Planar {
   }
 };
 
-// Values [begin, end) of the vector at `offset` of the tensor belong to the plane.
+// The vector at `offset` of the tensor, and which of its values belong to the plane: bit v is value
+// v. A mask, because the test of a bit is one instruction.
 struct Slot {
   int64_t offset;
-  int begin;
-  int end;
+  unsigned int mask;
+
+  template <int kVector>
+  static constexpr unsigned int kFull = (1u << kVector) - 1;
 
   template <bool kAligned>
   __device__ __forceinline__ bool has(int v) const {
-    return kAligned ? end != 0 : v >= begin && v < end;
+    return kAligned ? mask != 0 : (mask & (1u << v)) != 0;
   }
 };
 
@@ -72,15 +75,20 @@ class SlotWalk {
 
   __device__ __forceinline__ Slot get() const {
     if (kAligned) {
-      return {plane_ + slot_ * kVector, 0, kVector};
+      return {plane_ + slot_ * kVector, Slot::kFull<kVector>};
     }
-    const int phase = static_cast<unsigned>(planar_.phase + plane_) % kVector;
-    const int64_t from = slot_ * kVector - phase;  // may lie before the plane
-    const int64_t left = planar_.inner - from;     // and this may lie behind it
-    return {plane_ + from, from < 0 ? phase : 0,
-            left < 0         ? 0
-            : left < kVector ? static_cast<int>(left)
-                             : kVector};
+    // The first slot begins before the plane, and the last ones may end behind it.
+    const int phase = static_cast<unsigned int>(planar_.phase + plane_) % kVector;
+    const int64_t from = slot_ * kVector - phase;
+    const int64_t left = planar_.inner - from;
+    unsigned int mask = Slot::kFull<kVector>;
+    if (from < 0) {
+      mask <<= phase;
+    }
+    if (left < kVector) {
+      mask &= (1u << (left < 0 ? 0 : static_cast<int>(left))) - 1;
+    }
+    return {plane_ + from, mask & Slot::kFull<kVector>};
   }
 
   __device__ __forceinline__ void advance() {
@@ -118,7 +126,7 @@ __device__ __forceinline__ Vector<T, kVector> load_slot(const Planar& planar, co
   if constexpr (!kAligned) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      if (v >= slot.begin && v < slot.end) {
+      if (slot.has<kAligned>(v)) {
         values.set(v, tensor[slot.offset + v]);
       }
     }
@@ -129,14 +137,14 @@ __device__ __forceinline__ Vector<T, kVector> load_slot(const Planar& planar, co
 template <int kVector, bool kAligned, typename T>
 __device__ __forceinline__ void store_slot(T* tensor, const Slot& slot,
                                            const Vector<T, kVector>& values) {
-  if (kAligned || (slot.begin == 0 && slot.end == kVector)) {
+  if (kAligned || slot.mask == Slot::kFull<kVector>) {
     store(tensor + slot.offset, values);
     return;
   }
   if constexpr (!kAligned) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      if (v >= slot.begin && v < slot.end) {
+      if (slot.has<kAligned>(v)) {
         tensor[slot.offset + v] = values.get(v);
       }
     }

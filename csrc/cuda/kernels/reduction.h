@@ -83,17 +83,24 @@ __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_
     }
     __threadfence();
 
+    constexpr int kLoads = 8;  // in flight, for both sums
     const int lanes = static_cast<int>(blockDim.x * blockDim.y) / owned;
     const int lane = thread / owned;
     double first = 0;
     double second = 0;
-    if (lane < lanes) {
-      // Volatile: other blocks wrote them.
-      const volatile double* const theirs = partials + thread % owned;
-#pragma unroll 8
-      for (int split = lane; split < splits; split += lanes) {
-        first += theirs[2 * channels * split];
-        second += theirs[2 * channels * split + channels];
+    for (int split = lane; lane < lanes && split < splits; split += kLoads * lanes) {
+      double loaded[2][kLoads];
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        const bool exists = split + k * lanes < splits;
+        const double* const theirs = partials + 2 * channels * (split + k * lanes) + thread % owned;
+        loaded[0][k] = exists ? theirs[0] : 0;
+        loaded[1][k] = exists ? theirs[channels] : 0;
+      }
+#pragma unroll
+      for (int k = 0; k < kLoads; ++k) {
+        first += loaded[0][k];
+        second += loaded[1][k];
       }
     }
     memory.first[thread] = first;

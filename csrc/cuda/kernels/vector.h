@@ -51,7 +51,19 @@ struct Vector {
     memcpy(reinterpret_cast<char*>(&word) + i * sizeof(T), &value, sizeof(T));
   }
 
-  __device__ __forceinline__ compute_t<T> operator[](int i) const { return to_compute(get(i)); }
+  __device__ __forceinline__ compute_t<T> operator[](int i) const {
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && kVector > 1) {
+      // The upper half of a float, out of its pair by one instruction where get() takes two.
+      unsigned int bits;
+      memcpy(&bits, reinterpret_cast<const char*>(&word) + i / 2 * sizeof(bits), sizeof(bits));
+      bits = i % 2 == 0 ? bits << 16 : bits & 0xffff0000u;
+      float value;
+      memcpy(&value, &bits, sizeof(value));
+      return value;
+    } else {
+      return to_compute(get(i));
+    }
+  }
 };
 
 enum class Reuse { kSoon, kNever };  // kNever: the line is the first to leave the cache
