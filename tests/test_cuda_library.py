@@ -1,0 +1,173 @@
+"""The library of CUDA operators as it is built, and the builds and torches without one."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import syncbn
+from syncbn import _extension, checks
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(syncbn.__file__).parent
+OPERATORS = (
+    "batch_norm_apply",
+    "batch_norm_backward_apply",
+    "batch_norm_backward_reduce",
+    "batch_norm_stats",
+)
+
+built = pytest.mark.skipif(
+    not _extension.build_info["cuda_architectures"], reason=f"no nvcc: {_extension.cuda_missing}"
+)
+
+
+def run(command, **environment):
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def cuobjdump():
+    on_path = shutil.which("cuobjdump")
+    if on_path:
+        return on_path
+    triton = pytest.importorskip("triton", reason="cuobjdump comes with CUDA or with triton")
+    return Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+@built
+def test_kernels_use_no_local_memory_on_any_architecture():
+    (library,) = PACKAGE.glob("_cuda.*.so")
+    report = run([cuobjdump(), "-res-usage", library]).stdout
+    kernels = {}
+    for part in report.split("arch = sm_")[1:]:
+        architecture = part.split(None, 1)[0]
+        for stack, local in re.findall(r"STACK:(\d+) .*?LOCAL:(\d+)", part):
+            assert (stack, local) == ("0", "0"), f"spills on sm_{architecture}: {part}"
+            kernels[architecture] = kernels.get(architecture, 0) + 1
+    listed = re.findall(r"(\d+)\.(\d+)", _extension.build_info["cuda_architectures"])
+    assert {major + minor for major, minor in listed} == kernels.keys()
+    # 4 dtypes; of a matrix 3 widths in 16 bits and 2 else, of planes 3; four operators; the count.
+    assert set(kernels.values()) == {4 * (2 * 3 + 2 * 2 + 4 * 3) + 1}
+
+
+@built
+def test_all_operators_are_registered_for_cuda():
+    assert "cuda" in _extension.device_types
+    for name in OPERATORS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"syncbn::{name}", "CUDA")
+
+
+def test_cpu_library_needs_no_cuda_library():
+    (library,) = PACKAGE.glob("_C.*.so")
+    needed = re.findall(r"NEEDED.*\[(.+)\]", run(["readelf", "-d", library]).stdout)
+    assert "libtorch_cpu.so" in needed
+    assert not [name for name in needed if re.search("cuda|nvidia", name)]
+
+
+@built
+def test_cuda_library_brings_its_runtime():
+    (library,) = PACKAGE.glob("_cuda.*.so")
+    needed = re.findall(r"NEEDED.*\[(.+)\]", run(["readelf", "-d", library]).stdout)
+    assert "libtorch_cuda.so" in needed
+    assert not [name for name in needed if name.startswith(("libcudart", "libc10", "libpython"))]
+
+
+def test_no_visible_gpu_leaves_the_cpu():
+    script = (
+        "import torch, syncbn\n"
+        "layer = syncbn.SyncBatchNorm(3)\n"
+        "print(layer(torch.randn(4, 3)).sum().item())"
+    )
+    result = run([sys.executable, "-W", "error", "-c", script], CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    "prepare, words",
+    [
+        ("torch.version.cuda = None", r"torch .* is built without CUDA"),
+        (
+            "def fail(path): raise OSError('libtorch_cuda.so: cannot open')\n"
+            "torch.ops.load_library = fail",
+            "cannot be loaded: libtorch_cuda.so: cannot open",
+        ),
+    ],
+)
+@built
+def test_torch_without_cuda_loads_the_cpu_operators_and_says_so(prepare, words):
+    script = (
+        f"import torch\n{prepare}\n"
+        "import syncbn\n"
+        "from syncbn import _extension\n"
+        "print(_extension.device_types, _extension.cuda_missing)\n"
+        "print(syncbn.SyncBatchNorm(3)(torch.randn(4, 3)).shape)\n"
+    )
+    result = run([sys.executable, "-W", "error", "-c", script], PYTHONPATH=str(PACKAGE.parent))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("('cpu', 'meta')")
+    assert re.search(words, result.stdout)
+
+
+def test_cuda_tensor_without_cuda_operators_is_an_error_with_the_reason(monkeypatch):
+    monkeypatch.setattr(_extension, "device_types", ("cpu", "meta"))
+    monkeypatch.setattr(_extension, "cuda_missing", "it was built without them")
+    tensor = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(NotImplementedError, match="no operators for 'cuda'.*built without them"):
+        checks.check_device(tensor)
+
+
+def configure(tmp_path, setting, nvcc=None):
+    """What setup.py says before it builds, where only `nvcc`, a shell script, is found."""
+    home = tmp_path / "cuda"
+    (home / "bin").mkdir(parents=True)
+    if nvcc is not None:
+        (home / "bin/nvcc").write_text(f"#!/bin/sh\n{nvcc}\n")
+        (home / "bin/nvcc").chmod(0o755)
+    environment = {"SYNCBN_CUDA": setting, "CUDA_HOME": str(home)}
+    return run([sys.executable, "setup.py", "--version"], **environment)
+
+
+needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="torch is without CUDA")
+
+
+@needs_cuda_torch
+@pytest.mark.parametrize(
+    "nvcc, words",
+    [
+        (None, "no nvcc was found; install the CUDA toolkit"),
+        ("echo release 11.8", "is of CUDA 11, but torch .* has CUDA 1"),
+    ],
+)
+def test_cuda_that_cannot_be_built(tmp_path, nvcc, words):
+    asked_for = configure(tmp_path / "1", "1", nvcc)
+    assert asked_for.returncode != 0
+    assert re.search(
+        "SYNCBN_CUDA=1, but the CUDA operators cannot be built: .*" + words, asked_for.stderr
+    )
+    automatic = configure(tmp_path / "auto", "auto", nvcc)
+    assert automatic.returncode == 0, automatic.stderr
+    assert re.search("CPU operators and no CUDA operators: .*" + words, automatic.stderr)
+
+
+def test_cuda_can_be_left_out(tmp_path):
+    result = configure(tmp_path, "0", "echo release 13.0")
+    assert result.returncode == 0, result.stderr
+    assert "no CUDA operators, as SYNCBN_CUDA=0 asks" in result.stderr
+
+
+def test_unknown_setting_is_an_error(tmp_path):
+    result = configure(tmp_path, "yes")
+    assert result.returncode != 0
+    assert "expected SYNCBN_CUDA to be auto, 0 or 1, but got 'yes'" in result.stderr
