@@ -16,6 +16,13 @@ void* current_stream(int32_t device) {
   return stream;
 }
 
+// The dispatcher comes here if any of the tensors is on CUDA.
+int32_t check_cuda(const Tensor& input) {
+  SYNCBN_CHECK(input.is_cuda(), "syncbn: expected input to be on the CUDA device of the other ",
+               "tensors, but it is on another one");
+  return input.get_device_index();
+}
+
 // Asked for once.
 int count_multiprocessors(int device) {
   static std::mutex mutex;
@@ -34,7 +41,7 @@ int count_multiprocessors(int device) {
 }  // namespace
 
 Device::Device(const Tensor& input)
-    : guard_(input.get_device_index()),
+    : guard_(check_cuda(input)),
       index_(input.get_device_index()),
       stream_(current_stream(index_)),
       multiprocessors_(count_multiprocessors(index_)) {}

@@ -31,8 +31,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
 
   const void* x = input.const_data_ptr();
   void* y = output.mutable_data_ptr();
-  const Plan plan = make_plan(Pass::kApply, geometry, to_dtype(input.scalar_type()), {x, y},
-                              device.multiprocessors());
+  const Plan plan =
+      make_plan(geometry, to_dtype(input.scalar_type()), {x, y}, device.multiprocessors());
   launch_batch_norm_apply(plan, device.stream(), x,
                           static_cast<const double*>(totals.const_data_ptr()),
                           to_channel_vector(weight), to_channel_vector(bias), running, eps, y,

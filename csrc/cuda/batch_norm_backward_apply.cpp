@@ -25,8 +25,8 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   const void* dy = grad_output.const_data_ptr();
   const void* x = input.const_data_ptr();
   void* dx = grad_input.mutable_data_ptr();
-  const Plan plan = make_plan(Pass::kApply, geometry, to_dtype(input.scalar_type()), {dy, x, dx},
-                              device.multiprocessors());
+  const Plan plan =
+      make_plan(geometry, to_dtype(input.scalar_type()), {dy, x, dx}, device.multiprocessors());
   launch_batch_norm_backward_apply(
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
       static_cast<const double*>(invstd.const_data_ptr()), to_channel_vector(weight),

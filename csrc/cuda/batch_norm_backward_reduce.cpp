@@ -25,8 +25,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
 
   const void* dy = grad_output.const_data_ptr();
   const void* x = input.const_data_ptr();
-  const Plan plan = make_plan(Pass::kReduce, geometry, to_dtype(input.scalar_type()), {dy, x},
-                              device.multiprocessors());
+  const Plan plan =
+      make_plan(geometry, to_dtype(input.scalar_type()), {dy, x}, device.multiprocessors());
   std::vector<Tensor> keep_alive;
   launch_batch_norm_backward_reduce(
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),

@@ -8,8 +8,8 @@ Tensor batch_norm_stats(const Tensor& input) {
   const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
   Tensor message = torch::stable::new_empty(input, {2 * geometry.channels + 1}, ScalarType::Double);
   const void* x = input.const_data_ptr();
-  const Plan plan = make_plan(Pass::kReduce, geometry, to_dtype(input.scalar_type()), {x},
-                              device.multiprocessors());
+  const Plan plan =
+      make_plan(geometry, to_dtype(input.scalar_type()), {x}, device.multiprocessors());
   std::vector<Tensor> keep_alive;
   launch_batch_norm_stats(plan, device.stream(), x,
                           static_cast<double*>(message.mutable_data_ptr()),

@@ -15,9 +15,6 @@
 
 namespace syncbn::cuda {
 
-template <typename Op>
-constexpr int kApplyUnroll = 4 / Op::kInputs;
-
 template <int kConstants>
 struct Constants {
   double values[kConstants];
@@ -35,10 +32,10 @@ struct ConstantsMemory {
 };
 
 template <typename T, int kVector, typename Op, typename Prepare>
-__global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
     affine_matrix_kernel(Matrix matrix, Tensors<T, Op> tensors, Prepare prepare) {
   using A = compute_t<T>;
-  constexpr int kUnroll = kApplyUnroll<Op>;
+  constexpr int kSteps = kUnroll / Op::kInputs;
   auto& memory = shared_memory<ConstantsMemory<A, Op>>();
 
   const int64_t channel = matrix.channel<kVector>();
@@ -47,10 +44,10 @@ __global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
   const int64_t stride = step * matrix.channels;
   int row = rows - 1 - static_cast<int>(threadIdx.y);
   int64_t offset = (matrix.first_row() + row) * matrix.channels + channel;
-  Vector<T, kVector> values[Op::kInputs][kUnroll];
+  Vector<T, kVector> values[Op::kInputs][kSteps];
   const auto load_rows = [&]() {
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       if (row - k * step >= 0) {
 #pragma unroll
         for (int i = 0; i < Op::kInputs; ++i) {
@@ -82,7 +79,7 @@ __global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
 
   while (row >= 0) {
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       if (row - k * step >= 0) {
         Vector<T, kVector> result;
 #pragma unroll
@@ -102,30 +99,30 @@ __global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
         store(tensors.output + offset - k * stride, result);
       }
     }
-    row -= kUnroll * step;
-    offset -= kUnroll * stride;
+    row -= kSteps * step;
+    offset -= kSteps * stride;
     load_rows();
   }
 }
 
 template <typename T, int kVector, bool kAligned, typename Op, typename Prepare>
-__global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
     affine_planar_kernel(Planar planar, Tensors<T, Op> tensors, Prepare prepare) {
   using A = compute_t<T>;
-  constexpr int kUnroll = kApplyUnroll<Op>;
+  constexpr int kSteps = kUnroll / Op::kInputs;
   auto& memory = shared_memory<ConstantsMemory<A, Op>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int slots = channel < planar.channels ? planar.num_slots() : 0;
   const int step = blockDim.x;
   int at = slots - 1 - static_cast<int>(threadIdx.x);
-  Slot slot[kUnroll];
-  Vector<T, kVector> values[Op::kInputs][kUnroll];
+  Slot slot[kSteps];
+  Vector<T, kVector> values[Op::kInputs][kSteps];
   SlotWalk<kVector, kAligned, Direction::kDown> walk(planar, channel,
                                                      planar.first_slot() + (at < 0 ? 0 : at));
   const auto load_slots = [&]() {
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       if (at - k * step >= 0) {
         slot[k] = walk.get();
         walk.advance();
@@ -155,7 +152,7 @@ __global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
 
   while (at >= 0) {
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       if (at - k * step >= 0) {
         Vector<T, kVector> result;
 #pragma unroll
@@ -170,7 +167,7 @@ __global__ void __launch_bounds__(kMaxThreads, kApplyBlocks)
         store_slot<kVector, kAligned>(tensors.output, slot[k], result);
       }
     }
-    at -= kUnroll * step;
+    at -= kSteps * step;
     load_slots();
   }
 }

@@ -15,7 +15,7 @@
 namespace syncbn::cuda {
 namespace {
 
-constexpr int kUnroll = kReduceUnroll / 2;  // of two tensors
+constexpr int kPairs = kUnroll / 2;
 
 template <typename A, int kChannels>
 struct GradSums {
@@ -56,7 +56,7 @@ __device__ void finish_sums(Memory& memory, int64_t channels, int64_t tile_chann
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
     backward_reduce_matrix_kernel(Matrix matrix, const T* __restrict__ grad_output,
                                   const T* __restrict__ input, GradOutputs out) {
   using A = compute_t<T>;
@@ -75,11 +75,11 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
   }
 
   State state;
-  for (int row = threadIdx.y; row < rows; row += kUnroll * step) {
-    Vector<T, kVector> dy[kUnroll];
-    Vector<T, kVector> x[kUnroll];
+  for (int row = threadIdx.y; row < rows; row += kPairs * step) {
+    Vector<T, kVector> dy[kPairs];
+    Vector<T, kVector> x[kPairs];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kPairs; ++k) {
       if (row + k * step < rows) {
         dy[k] = load<kVector, Reuse::kSoon>(grad_output + next);
         x[k] = load<kVector, Reuse::kSoon>(input + next);
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
       next += stride;
     }
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kPairs; ++k) {
       if (row + k * step < rows) {
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
 }
 
 template <typename T, int kVector, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
     backward_reduce_planar_kernel(Planar planar, const T* __restrict__ grad_output,
                                   const T* __restrict__ input, GradOutputs out) {
   using A = compute_t<T>;
@@ -125,12 +125,12 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
   const int step = blockDim.x;
   SlotWalk<kVector, kAligned, Direction::kUp> walk(planar, channel,
                                                    planar.first_slot() + threadIdx.x);
-  for (int at = threadIdx.x; at < slots; at += kUnroll * step) {
-    Vector<T, kVector> dy[kUnroll];
-    Vector<T, kVector> x[kUnroll];
-    Slot slot[kUnroll];
+  for (int at = threadIdx.x; at < slots; at += kPairs * step) {
+    Vector<T, kVector> dy[kPairs];
+    Vector<T, kVector> x[kPairs];
+    Slot slot[kPairs];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kPairs; ++k) {
       slot[k] = {};
       if (at + k * step < slots) {
         slot[k] = walk.get();
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
       }
     }
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kPairs; ++k) {
       State chunk;
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {

@@ -1,6 +1,6 @@
 // batch_norm_stats on CUDA. Reads the input once.
 //
-// A thread takes chunks of kReduceUnroll vectors into registers and goes over them twice, for the
+// A thread takes chunks of kUnroll vectors into registers and goes over them twice, for the
 // mean and for the squared deviations from it: as robust as Welford's method, without a division
 // for each value. Chunks, then threads, are merged exactly (csrc/common/moments.h has the formula)
 // in float, then blocks in float64. Floats do not hold the mean of values far from zero: all
@@ -67,7 +67,7 @@ __device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_ch
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
     stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, double* message,
                         Workspace workspace) {
   using A = compute_t<T>;
@@ -90,11 +90,11 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
   const int step = blockDim.y;
   const int64_t stride = step * matrix.channels;
   const T* next = first + threadIdx.y * matrix.channels;
-  for (int row = threadIdx.y; row < rows; row += kReduceUnroll * step) {
-    Vector<T, kVector> values[kReduceUnroll];
+  for (int row = threadIdx.y; row < rows; row += kUnroll * step) {
+    Vector<T, kVector> values[kUnroll];
     int count = 0;
 #pragma unroll
-    for (int k = 0; k < kReduceUnroll; ++k) {
+    for (int k = 0; k < kUnroll; ++k) {
       if (row + k * step < rows) {
         values[k] = load<kVector, Reuse::kSoon>(next);
         count = k + 1;
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
       chunk.count = count;
       const A reciprocal = 1 / chunk.count;
 #pragma unroll
-      for (int k = 0; k < kReduceUnroll; ++k) {
+      for (int k = 0; k < kUnroll; ++k) {
         if (decltype(full)::value || k < count) {
 #pragma unroll
           for (int v = 0; v < kVector; ++v) {
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
         chunk.mean[v] *= reciprocal;
       }
 #pragma unroll
-      for (int k = 0; k < kReduceUnroll; ++k) {
+      for (int k = 0; k < kUnroll; ++k) {
         if (decltype(full)::value || k < count) {
 #pragma unroll
           for (int v = 0; v < kVector; ++v) {
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
       }
       state.merge(chunk);
     };
-    if (count == kReduceUnroll) {
+    if (count == kUnroll) {
       add_chunk(std::true_type{});
     } else {
       add_chunk(std::false_type{});
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
 }
 
 template <typename T, int kVector, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kBlocks)
     stats_planar_kernel(Planar planar, const T* __restrict__ input, double count, double* message,
                         Workspace workspace) {
   using A = compute_t<T>;
@@ -168,12 +168,12 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
   const int step = blockDim.x;
   SlotWalk<kVector, kAligned, Direction::kUp> walk(planar, channel,
                                                    planar.first_slot() + threadIdx.x);
-  for (int at = threadIdx.x; at < slots; at += kReduceUnroll * step) {
-    Vector<T, kVector> values[kReduceUnroll];
-    Slot slot[kReduceUnroll];
+  for (int at = threadIdx.x; at < slots; at += kUnroll * step) {
+    Vector<T, kVector> values[kUnroll];
+    Slot slot[kUnroll];
     int count = 0;
 #pragma unroll
-    for (int k = 0; k < kReduceUnroll; ++k) {
+    for (int k = 0; k < kUnroll; ++k) {
       slot[k] = {};
       if (at + k * step < slots) {
         slot[k] = walk.get();
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
       State chunk;
       chunk.count = count;
 #pragma unroll
-      for (int k = 0; k < kReduceUnroll; ++k) {
+      for (int k = 0; k < kUnroll; ++k) {
         A sum = 0;
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
       }
       chunk.mean[0] /= chunk.count;
 #pragma unroll
-      for (int k = 0; k < kReduceUnroll; ++k) {
+      for (int k = 0; k < kUnroll; ++k) {
         A m2 = 0;
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
@@ -214,7 +214,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduceBlocks)
       }
       state.merge(chunk);
     };
-    if (kAligned && count == kReduceUnroll * kVector) {
+    if (kAligned && count == kUnroll * kVector) {
       add_chunk(std::true_type{});
     } else {
       add_chunk(std::false_type{});

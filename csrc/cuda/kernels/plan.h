@@ -29,16 +29,14 @@ constexpr int kMaxThreads = 256;  // in a block
 constexpr int kVectorBytes = 16;
 constexpr int kWarp = 32;
 
-// Vectors that a thread of a reduction has in flight: about 64 KB in a multiprocessor.
-constexpr int kReduceUnroll = 8;
-// Blocks of a pass in a multiprocessor: all are resident, so that no last wave is half empty.
-constexpr int kReduceBlocks = 2;
-constexpr int kApplyBlocks = 3;
+// Vectors that a thread has in flight, of all tensors: 64 KB in a multiprocessor.
+constexpr int kUnroll = 8;
+// Blocks in a multiprocessor: all are resident, so that no last wave is half empty. The same for
+// all kernels, so that one goes through the segments of the one before it.
+constexpr int kBlocks = 2;
 
 // Values of a channel in a block: a float counts them exactly, and 32 bits index them.
 constexpr int64_t kLongestSegment = 1 << 24;
-
-enum class Pass { kReduce, kApply };
 
 struct Plan {
   Geometry geometry;
@@ -63,13 +61,26 @@ namespace detail {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Splits `length` so that all tiles together make up `blocks`, but into segments of `shortest` to
-// `longest`.
+// Whether at least nine of ten multiprocessors work until the last block is done.
+inline bool is_balanced(int64_t blocks, int64_t resident) {
+  return 10 * blocks >= 9 * resident * ceil_div(blocks, resident);
+}
+
+// Splits `length` so that the blocks of all tiles fill what is resident at once or, where there are
+// many tiles, leave little of the last wave empty; into segments of `shortest` to `longest`.
 inline void split_segments(Plan& plan, int64_t length, int64_t shortest, int64_t longest,
-                           int64_t blocks) {
+                           int64_t resident) {
   const int64_t most = std::max<int64_t>(1, ceil_div(length, shortest));
   const int64_t least = std::max<int64_t>(1, ceil_div(length, longest));
-  const int64_t wanted = std::max(least, std::min(blocks / plan.tiles, most));
+  const int64_t one_wave = std::max<int64_t>(1, resident / plan.tiles);
+  int64_t wanted = one_wave;
+  while (!is_balanced(plan.tiles * wanted, resident) && wanted < 8 * one_wave) {
+    ++wanted;
+  }
+  if (!is_balanced(plan.tiles * wanted, resident)) {
+    wanted = one_wave;
+  }
+  wanted = std::max(least, std::min(wanted, most));
   plan.segment = std::max<int64_t>(1, ceil_div(length, wanted));
   plan.splits = std::max<int64_t>(1, ceil_div(length, plan.segment));
 }
@@ -82,7 +93,7 @@ inline int next_power_of_two(int64_t value, int lowest, int highest) {
   return power;
 }
 
-inline void plan_matrix(Plan& plan, int alignment, int64_t blocks) {
+inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
   const int64_t channels = plan.geometry.channels;
   plan.vector = 1;
   for (const int bytes : {kVectorBytes, 4}) {
@@ -98,10 +109,10 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t blocks) {
   plan.block_x = static_cast<int>(ceil_div(vectors, plan.tiles));
   plan.block_y = kMaxThreads / plan.block_x;
   plan.tile_channels = plan.block_x * plan.vector;
-  split_segments(plan, plan.geometry.outer, plan.block_y * kReduceUnroll, kLongestSegment, blocks);
+  split_segments(plan, plan.geometry.outer, plan.block_y * kUnroll, kLongestSegment, resident);
 }
 
-inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t blocks) {
+inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resident) {
   const int64_t channels = plan.geometry.channels;
   const int64_t inner = plan.geometry.inner;
   const int widest = kVectorBytes / size_of(plan.dtype);
@@ -117,17 +128,17 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t bloc
     plan.slots_in_plane = inner;
   }
   const int64_t slots = plan.geometry.outer * plan.slots_in_plane;
-  plan.block_x = next_power_of_two(ceil_div(slots, kReduceUnroll), kWarp, kMaxThreads);
+  plan.block_x = next_power_of_two(ceil_div(slots, kUnroll), kWarp, kMaxThreads);
   plan.block_y = next_power_of_two(channels, 1, kMaxThreads / plan.block_x);
   plan.tile_channels = plan.block_y;
   plan.tiles = ceil_div(channels, plan.block_y);
-  split_segments(plan, slots, plan.block_x * kReduceUnroll, kLongestSegment / plan.vector, blocks);
+  split_segments(plan, slots, plan.block_x * kUnroll, kLongestSegment / plan.vector, resident);
 }
 
 }  // namespace detail
 
 // `pointers` are all tensors of the input's shape that the pass reads and writes.
-inline Plan make_plan(Pass pass, const Geometry& geometry, DType dtype,
+inline Plan make_plan(const Geometry& geometry, DType dtype,
                       std::initializer_list<const void*> pointers, int multiprocessors) {
   Plan plan{geometry, dtype};
   int alignment = kVectorBytes;  // a power of two that divides every address
@@ -139,12 +150,11 @@ inline Plan make_plan(Pass pass, const Geometry& geometry, DType dtype,
     }
     same_phase &= phase == reinterpret_cast<uintptr_t>(*pointers.begin()) % kVectorBytes;
   }
-  const int64_t blocks =
-      int64_t{multiprocessors} * (pass == Pass::kReduce ? kReduceBlocks : kApplyBlocks);
+  const int64_t resident = int64_t{multiprocessors} * kBlocks;
   if (geometry.is_matrix()) {
-    detail::plan_matrix(plan, alignment, blocks);
+    detail::plan_matrix(plan, alignment, resident);
   } else {
-    detail::plan_planar(plan, alignment, same_phase, blocks);
+    detail::plan_planar(plan, alignment, same_phase, resident);
   }
   return plan;
 }
