@@ -1,3 +1,4 @@
+import copy
 import warnings
 
 import pytest
@@ -6,7 +7,6 @@ import torch.distributed as dist
 from cases import make_input
 from torch import nn
 
-import syncbn
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 
@@ -262,10 +262,39 @@ def test_timm_layer_keeps_its_activation():
     assert type(revert_sync_batchnorm(converted)[0]) is timm_layers.BatchNormAct2d
 
 
-def test_torchs_converter_turns_ours_into_torchs():
+def converter_of(package):
+    if package == "torch":
+        return nn.SyncBatchNorm.convert_sync_batchnorm
+    return pytest.importorskip("timm.layers", exc_type=ImportError).convert_sync_batchnorm
+
+
+@pytest.mark.parametrize("package", ["torch", "timm"])
+def test_other_converters_turn_ours_into_torchs_with_one_warning_at_the_call(package):
     """So ours has to be called last; the README says so."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        converted = nn.SyncBatchNorm.convert_sync_batchnorm(SyncBatchNorm(3))
-    assert type(converted) is nn.SyncBatchNorm
-    assert type(syncbn.convert_sync_batchnorm(converted)) is SyncBatchNorm
+    convert = converter_of(package)
+    ours = nn.Sequential(SyncBatchNorm(3), nn.Sequential(nn.ReLU(), SyncBatchNorm(3)))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        converted = convert(ours)
+    assert type(converted[0]) is type(converted[1][1]) is nn.SyncBatchNorm
+    (warning,) = caught
+    assert "replaces syncbn's layers by torch.nn.SyncBatchNorm" in str(warning.message)
+    assert warning.filename == __file__
+    assert type(convert_sync_batchnorm(converted)[0]) is SyncBatchNorm
+
+
+@pytest.mark.parametrize("package", ["torch", "timm"])
+def test_other_converters_do_not_warn_after_revert(package):
+    reverted = revert_sync_batchnorm(convert_sync_batchnorm(model()))
+    assert type(converter_of(package)(reverted)[1]) is nn.SyncBatchNorm
+
+
+def test_qconfig_is_an_attribute_like_any_other():
+    layer = SyncBatchNorm(3)
+    assert not hasattr(layer, "qconfig") and not hasattr(SyncBatchNorm, "qconfig")
+    with pytest.raises(AttributeError, match="'SyncBatchNorm' object has no attribute 'qconfig'"):
+        layer.qconfig  # noqa: B018
+    layer.qconfig = "a qconfig"
+    assert copy.deepcopy(layer).qconfig == "a qconfig"
+    del layer.qconfig
+    assert not hasattr(layer, "qconfig")
