@@ -16,12 +16,13 @@ TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* syncbn/*.py*)
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.h csrc/*/*/*.cu)
 
-.PHONY: help demo test bench lint format wheel clean
+.PHONY: help demo test bench works record-works lint format wheel clean
 
 help:
 	@echo "make demo     train on real data in two processes and show the result"
 	@echo "make test     check format, lint and types, and run every test"
 	@echo "make bench    measure this machine, draw the results, write the README's table"
+	@echo "make works    run what the table in docs/pytorch2.md shows, with two torches, and write it"
 	@echo "make format   format the sources"
 	@echo "make wheel    build dist/*.whl, good for every torch from 2.11 on"
 	@echo "make clean    remove what was built and the virtual environment"
@@ -55,6 +56,15 @@ test: lint $(VENV)/syncbn.stamp
 bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/python benchmarks/run.py --device $(DEVICE) $(if $(QUICK),--quick)
 	$(if $(QUICK),,$(BIN)/python benchmarks/table.py)
+
+# Each torch in its environment of .ci/run.
+works:
+	$(MAKE) record-works VENV=.venv-oldest TORCH=2.11.0
+	$(MAKE) record-works VENV=.venv-newest TORCH=2.15.0
+	.venv-newest/bin/python tests/works.py
+
+record-works: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
+	$(BIN)/pytest -m works --works=docs/works
 
 lint: $(VENV)/tools.stamp
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)

@@ -1,7 +1,24 @@
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import works
 from ranks import Ranks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--works",
+        type=Path,
+        metavar="FOLDER",
+        help="write what became of the tests marked 'works' to FOLDER/<torch version>.json",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = config.getoption("works")
+    if folder is not None:
+        config.pluginmanager.register(works.Recorder(folder))
 
 
 @pytest.fixture(scope="session")

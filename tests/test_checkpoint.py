@@ -31,6 +31,9 @@ def train_checkpointed(rank, world_size, use_reentrant, nested):
     return [*same, torch.equal(a.grad, b.grad), saved[1].num_batches_tracked.item() == 1]
 
 
+@pytest.mark.works(
+    "`torch.utils.checkpoint`, reentrant or not, nested too: statistics are updated once"
+)
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_running_statistics_are_updated_once(any_world, use_reentrant, nested):

@@ -30,6 +30,9 @@ def model():
     )
 
 
+@pytest.mark.works(
+    "`convert_sync_batchnorm` keeps parameters, buffers, dtypes, modes and `qconfig`"
+)
 def test_layers_become_ours_and_keep_everything():
     original = model()
     original[1].qconfig = "a qconfig"
@@ -69,6 +72,7 @@ def test_classmethod():
     assert type(SyncBatchNorm.convert_sync_batchnorm(model())[1]) is SyncBatchNorm
 
 
+@pytest.mark.works("conversion of a layer that a model has twice")
 def test_layer_that_occurs_twice_stays_one():
     layer = nn.BatchNorm1d(3)
     converted = convert_sync_batchnorm(nn.Sequential(layer, nn.ReLU(), nn.Sequential(layer)))
@@ -77,6 +81,7 @@ def test_layer_that_occurs_twice_stays_one():
     assert reverted[0] is reverted[2][0] and type(reverted[0]) is nn.BatchNorm1d
 
 
+@pytest.mark.works("conversion of layers with hooks")
 def test_hooks_move_along_and_their_handles_remove_them():
     layer, calls = nn.BatchNorm1d(3), []
     handle = layer.register_forward_hook(lambda *_: calls.append("forward"))
@@ -132,6 +137,7 @@ def test_layer_with_a_forward_of_its_own_instance_is_left_alone_and_named(conver
         assert convert(nn.Sequential(layer))[0] is layer
 
 
+@pytest.mark.works("conversion of layers with hooks")
 def test_state_dict_hooks_get_the_new_layer():
     layer, seen = nn.BatchNorm2d(3), []
     layer.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
@@ -207,6 +213,7 @@ def converted_group(rank, world_size):
     return convert_sync_batchnorm(nn.BatchNorm1d(3), group).process_group is group
 
 
+@pytest.mark.works("`revert_sync_batchnorm`")
 @pytest.mark.filterwarnings("error")
 def test_revert_gives_the_classes_back():
     original = model()
@@ -228,6 +235,7 @@ def test_reverted_layer_takes_any_number_of_dimensions(cls, shape):
         layer(x[0, :, None].flatten()[:1])
 
 
+@pytest.mark.works("`fuse_conv_bn_eval` after `revert_sync_batchnorm`")
 def test_reverted_layer_can_be_fused_and_exported():
     conv, bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
     converted = convert_sync_batchnorm(nn.Sequential(conv, bn)).eval()
@@ -249,6 +257,7 @@ def test_errors_carry_the_name_of_the_layer():
         converted(torch.rand(2, 4, 5, 5))
 
 
+@pytest.mark.works("timm's `BatchNormAct2d`")
 def test_timm_layer_keeps_its_activation():
     timm_layers = pytest.importorskip("timm.layers", exc_type=ImportError)
     layer = timm_layers.BatchNormAct2d(3, act_layer=nn.SiLU)
@@ -268,6 +277,7 @@ def converter_of(package):
     return pytest.importorskip("timm.layers", exc_type=ImportError).convert_sync_batchnorm
 
 
+@pytest.mark.works("a warning where the converter of torch, Lightning, timm or MMEngine meets ours")
 @pytest.mark.parametrize("package", ["torch", "timm"])
 def test_other_converters_turn_ours_into_torchs_with_one_warning_at_the_call(package):
     """So ours has to be called last; the README says so."""

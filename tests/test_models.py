@@ -50,6 +50,7 @@ def train_share(rank, world_size, name):
     return model.module.state_dict()
 
 
+@pytest.mark.works("models of torchvision and timm under `DistributedDataParallel`")
 @pytest.mark.parametrize("name", ["resnet18", "resnet10t", "mobilenetv3_small_050"])
 def test_two_ranks_train_as_the_whole_batch(two_ranks, name):
     model = build(name).double()
@@ -72,6 +73,7 @@ def average_and_update(rank, world_size):
     return layer.running_mean, layer.num_batches_tracked.item(), layer.momentum
 
 
+@pytest.mark.works("`torch.optim.swa_utils`: `AveragedModel`, `update_bn`")
 def test_swa_update_bn(any_world):
     world = any_world.run(average_and_update)
     for mean, count, momentum in world:
@@ -80,6 +82,7 @@ def test_swa_update_bn(any_world):
 
 
 # Training records our function, evaluation torch's batch norm.
+@pytest.mark.works("torchvision's `create_feature_extractor`")
 @pytest.mark.filterwarnings("ignore:The nodes obtained by tracing")
 def test_feature_extraction():
     from torchvision.models.feature_extraction import create_feature_extractor

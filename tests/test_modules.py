@@ -39,6 +39,7 @@ def test_base_class():
     assert not issubclass(SyncBatchNorm, nn.SyncBatchNorm)
 
 
+@pytest.mark.works("checkpoints of `torch.nn.SyncBatchNorm`, both ways")
 @pytest.mark.parametrize("options", OPTIONS)
 def test_state_dict_moves_both_ways(options):
     ours, theirs = SyncBatchNorm(4, **options), nn.SyncBatchNorm(4, **options)
@@ -88,6 +89,7 @@ def test_reset_parameters(options):
     assert all(torch.equal(value, fresh[key]) for key, value in layer.state_dict().items())
 
 
+@pytest.mark.works("`torch.fx.symbolic_trace`, training and evaluation")
 @pytest.mark.parametrize("training", [True, False])
 def test_symbolic_tracing(training):
     model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.ReLU()).train(training)
@@ -107,6 +109,7 @@ def test_old_checkpoint_without_batch_counter_loads():
     assert layer.num_batches_tracked.item() == 0
 
 
+@pytest.mark.works("one process, without `torch.distributed`")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("training", [True, False])
 def test_one_process_equals_batch_norm(options, training):
@@ -135,6 +138,9 @@ def test_statistics_are_left_alone_when_tracking_is_switched_off():
     assert layer.num_batches_tracked.item() == 0 and not layer.running_mean.any()
 
 
+@pytest.mark.works(
+    "float16, bfloat16, float32, float64; parameters and buffers in it, float32 or float64"
+)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("buffers", [torch.float32, torch.float64, "input"])
 @pytest.mark.parametrize("parameters", [torch.float32, torch.float64, "input"])
@@ -189,6 +195,7 @@ def share_group(rank, world_size):
     }
 
 
+@pytest.mark.works("`copy.deepcopy` and pickling of layers with a process group")
 def test_copies_share_the_group_and_pickles_drop_it(two_ranks):
     for facts in two_ranks.run(share_group):
         assert all(facts.values()), facts

@@ -91,6 +91,7 @@ def check_results(results, shape, dtype):
         assert r[6].item() == 1
 
 
+@pytest.mark.works("1, 2 and 3 ranks with even, uneven and empty batches, 2-D to 6-D, both layouts")
 @pytest.mark.parametrize(("shape", "layout", "dtype"), LAYERS)
 def test_equals_the_whole_batch(any_world, shape, layout, dtype):
     for split in SPLITS[any_world.world_size]:
@@ -98,6 +99,7 @@ def test_equals_the_whole_batch(any_world, shape, layout, dtype):
         check_results(results, shape, dtype)
 
 
+@pytest.mark.works("process groups of some of the ranks")
 def test_groups_of_ranks_synchronise_apart(three_ranks):
     shape = (6, 5, 3)
     args = (shape, "contiguous", torch.float32, [2, 4], [0, 2])
@@ -126,6 +128,7 @@ def all_empty(rank, world_size, momentum):
     return layer.state_dict(), x.grad, layer.weight.grad, layer.bias.grad
 
 
+@pytest.mark.works("an empty batch on all ranks")
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_all_ranks_empty_update_nothing(any_world, momentum):
     for state, grad_input, grad_weight, grad_bias in any_world.run(all_empty, momentum):
@@ -144,6 +147,7 @@ def evaluate_apart(rank, world_size, track):
     return torch.equal(layer(x), other(x))
 
 
+@pytest.mark.works("evaluation on one rank alone")
 @pytest.mark.parametrize("track", [True, False])
 def test_evaluation_never_communicates(two_ranks, track):
     assert two_ranks.run(evaluate_apart, track)[0] is True
@@ -157,6 +161,7 @@ def cumulative(rank, world_size):
     return layer.running_mean, torch.stack([b.mean(0) for b in batches]).mean(0)
 
 
+@pytest.mark.works("`momentum=None`")
 def test_cumulative_average_over_ranks(two_ranks):
     for actual, expected in two_ranks.run(cumulative):
         torch.testing.assert_close(actual, expected)  # float32 rounding
@@ -170,6 +175,7 @@ def input_without_gradient(rank, world_size):
     return x.grad is not None and torch.isfinite(x.grad).all().item()
 
 
+@pytest.mark.works("input that needs a gradient on some ranks only")
 def test_ranks_may_differ_in_what_needs_a_gradient(two_ranks):
     assert two_ranks.run(input_without_gradient) == [True, False]
 
@@ -199,5 +205,6 @@ def mixed_strides(rank, world_size):
     return max(errors)
 
 
+@pytest.mark.works("inputs and gradients of any strides")
 def test_any_strides(any_world):
     assert max(any_world.run(mixed_strides)) < 1e-13  # the order of double sums

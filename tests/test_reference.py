@@ -96,6 +96,7 @@ def derivatives_on_ranks(rank, world_size, layout):
     return derivatives(layer_of_rank(rank, world_size, layer))
 
 
+@pytest.mark.works("double backward, and third derivatives")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_derivatives_of_second_and_third_order_are_those_of_the_whole_batch(any_world, layout):
     def plain(x, weight, bias):  # no batch norm operator at all: torch's third is wrong
@@ -133,6 +134,7 @@ def gradient_penalty(rank, world_size):
     return x.grad
 
 
+@pytest.mark.works("gradient penalties with an empty rank")
 def test_gradient_penalty_with_an_empty_rank(two_ranks):
     x = make_input((4, 2, 3), "contiguous", torch.float64).requires_grad_()
     (grad,) = torch.autograd.grad((reference.batch_norm(x) ** 3).sum(), x, create_graph=True)

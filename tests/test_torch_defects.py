@@ -41,6 +41,7 @@ def record_operators(rank, world_size, momentum):
     return operators.names
 
 
+@pytest.mark.works("training without host synchronisation")
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_78656_no_host_synchronisation_and_no_masks_for_empty_ranks(two_ranks, momentum):
     for names in two_ranks.run(record_operators, momentum):
@@ -155,6 +156,7 @@ def differentiate_twice(rank, world_size):
     return penalty_gradient(SyncBatchNorm(3).double(), x.chunk(world_size)[rank].clone())
 
 
+@pytest.mark.works("double backward, and third derivatives")
 def test_61222_double_backward(two_ranks):
     x = make_input((4, 3, 2, 2), "contiguous", torch.float64)
     expected = penalty_gradient(nn.BatchNorm2d(3).double(), x)
@@ -216,6 +218,7 @@ def overflow(rank, world_size):
     return y.detach(), layer.running_mean, layer.running_var
 
 
+@pytest.mark.works("running statistics stay finite when a step overflows")
 def test_88474_overflow_does_not_poison_running_statistics(two_ranks):
     for y, mean, var in two_ranks.run(overflow):
         assert torch.isnan(y[:, 0]).all() and torch.isfinite(y[:, 1]).all()
@@ -227,6 +230,7 @@ def disagree(rank, world_size):
     layer(torch.rand(4, 3 + rank))
 
 
+@pytest.mark.works("an error with the layer's name where ranks run different layers")
 def test_44957_ranks_that_disagree_fail_with_the_layers_name():
     with Ranks(2, case_seconds=30) as ranks:
         for rank, outcome in enumerate(ranks.outcomes(disagree)):
