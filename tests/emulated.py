@@ -129,11 +129,11 @@ class Device:
         if error is not None:
             raise RuntimeError(error.decode())
 
-    def plan(self, *tensors: Tensor, reduce: bool) -> dict[str, int]:
-        """Return how a pass over the tensors, all those of the input's shape, is split."""
+    def plan(self, *tensors: Tensor) -> dict[str, int]:
+        """Return how work on the tensors, all those of the input's shape, is split."""
         fields = (ctypes.c_int64 * len(PLAN))()
         three = (*tensors, *tensors, *tensors)[:3]
-        self._run("plan", tensors[0], reduce, *three, fields)
+        self._run("plan", tensors[0], *three, fields)
         return dict(zip(PLAN, fields, strict=True))
 
     def batch_norm_stats(self, input: Tensor) -> Tensor:
@@ -218,16 +218,15 @@ def on_all_devices(
     library: ctypes.CDLL,
     run: Callable[[Device], tuple[Tensor, ...]],
     *tensors: Tensor,
-    reduce: bool,
 ) -> Iterator[tuple[dict[str, int], tuple[Tensor, ...]]]:
-    """Yield each plan for a pass over the tensors, and ``run(device)``'s result.
+    """Yield each plan for the tensors, and ``run(device)``'s result.
 
     The result must be the same bits in each order of blocks and threads.
     """
     plans = []
     for multiprocessors in MULTIPROCESSORS:
         devices = [Device(library, multiprocessors, order) for order in ORDERS]
-        plan = devices[0].plan(*tensors, reduce=reduce)
+        plan = devices[0].plan(*tensors)
         if plan in plans:  # a small tensor is split the same way everywhere
             continue
         plans.append(plan)

@@ -27,12 +27,12 @@ struct Call {
 
 namespace {
 
-Plan plan_of(const Call& call, Pass pass, std::initializer_list<const void*> pointers) {
+Plan plan_of(const Call& call, std::initializer_list<const void*> pointers) {
   const auto geometry = find_geometry(call.sizes, call.strides, call.dim);
   if (!geometry.has_value()) {
     throw std::runtime_error("neither contiguous nor channels-last");
   }
-  return make_plan(pass, *geometry, call.dtype, pointers, call.multiprocessors);
+  return make_plan(*geometry, call.dtype, pointers, call.multiprocessors);
 }
 
 template <typename Function>
@@ -67,11 +67,10 @@ void with_workspace(const Plan& plan, const Function& function) {
 
 extern "C" {
 
-// How a pass over three such tensors is split.
-const char* plan(const Call* call, bool reduce, const void* a, const void* b, const void* c,
-                 int64_t* fields) {
+// How work on three such tensors is split.
+const char* plan(const Call* call, const void* a, const void* b, const void* c, int64_t* fields) {
   return run(*call, [&] {
-    const Plan plan = plan_of(*call, reduce ? Pass::kReduce : Pass::kApply, {a, b, c});
+    const Plan plan = plan_of(*call, {a, b, c});
     const int64_t values[] = {plan.geometry.is_matrix(),
                               plan.vector,
                               plan.aligned,
@@ -86,7 +85,7 @@ const char* plan(const Call* call, bool reduce, const void* a, const void* b, co
 
 const char* batch_norm_stats(const Call* call, const void* input, double* message) {
   return run(*call, [&] {
-    const Plan plan = plan_of(*call, Pass::kReduce, {input});
+    const Plan plan = plan_of(*call, {input});
     with_workspace(plan, [&](Workspace workspace) {
       launch_batch_norm_stats(plan, nullptr, input, message, workspace);
     });
@@ -102,8 +101,8 @@ const char* batch_norm_apply(const Call* call, const void* input, const double* 
   return run(*call, [&] {
     const RunningStatistics running{*running_mean, *running_var, num_batches_tracked, cumulative,
                                     momentum};
-    launch_batch_norm_apply(plan_of(*call, Pass::kApply, {input, output}), nullptr, input, totals,
-                            *weight, *bias, running, eps, output, mean, invstd, count);
+    launch_batch_norm_apply(plan_of(*call, {input, output}), nullptr, input, totals, *weight, *bias,
+                            running, eps, output, mean, invstd, count);
   });
 }
 
@@ -112,7 +111,7 @@ const char* batch_norm_backward_reduce(const Call* call, const void* grad_output
                                        const ChannelVector* grad_weight,
                                        const ChannelVector* grad_bias) {
   return run(*call, [&] {
-    const Plan plan = plan_of(*call, Pass::kReduce, {grad_output, input});
+    const Plan plan = plan_of(*call, {grad_output, input});
     with_workspace(plan, [&](Workspace workspace) {
       launch_batch_norm_backward_reduce(plan, nullptr, grad_output, input, mean, invstd, sums,
                                         *grad_weight, *grad_bias, workspace);
@@ -125,9 +124,9 @@ const char* batch_norm_backward_apply(const Call* call, const void* grad_output,
                                       const ChannelVector* weight, const double* sums,
                                       const double* count, void* grad_input) {
   return run(*call, [&] {
-    launch_batch_norm_backward_apply(plan_of(*call, Pass::kApply, {grad_output, input, grad_input}),
-                                     nullptr, grad_output, input, mean, invstd, *weight, sums,
-                                     count, grad_input);
+    launch_batch_norm_backward_apply(plan_of(*call, {grad_output, input, grad_input}), nullptr,
+                                     grad_output, input, mean, invstd, *weight, sums, count,
+                                     grad_input);
   });
 }
 

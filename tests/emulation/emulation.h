@@ -165,3 +165,7 @@ inline unsigned atomicInc(unsigned* pointer, unsigned limit) {
   return syncbn::emulation::atomic(pointer,
                                    [=](unsigned old) { return old >= limit ? 0u : old + 1; });
 }
+
+// --- Arithmetic
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
