@@ -1,6 +1,8 @@
+import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import emulated
 import pytest
 import works
 from ranks import Ranks
@@ -49,3 +51,9 @@ def two_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
 @pytest.fixture
 def three_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
     return ranks(3)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The CUDA kernels on emulated threads."""
+    return emulated.build(tmp_path_factory.mktemp("kernels"))

@@ -1,0 +1,243 @@
+"""The CUDA kernels on emulated threads: a host compiler builds them with ``tests/emulation/``.
+
+``Device`` offers the four operators with the signatures of ``syncbn.ops``, on CPU tensors.
+"""
+
+import ctypes
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from cases import reference_moments
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+EMULATION = ROOT / "tests" / "emulation"
+KERNELS = ROOT / "csrc" / "cuda" / "kernels"
+
+# Kernels read the same memory as vectors and as values, which nvcc does not take amiss.
+COMPILE = ["-std=c++17", "-fPIC", "-fno-strict-aliasing", f"-I{EMULATION}", f"-I{ROOT / 'csrc'}"]
+PLAIN = ["-O2"]
+SANITIZED = ["-O1", "-fsanitize=address"]  # finds accesses outside of allocations
+
+ORDERS = ["forward", "reverse", "shuffled"]  # of blocks and threads
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # as in DType
+PLAN = ["matrix", "vector", "aligned", "block_x", "block_y", "tiles", "splits", "segment"]
+MARGIN_BYTES = 64
+
+# Under AddressSanitizer the tests run one order on one device: they are there for the accesses.
+IS_SANITIZED = "SYNCBN_SANITIZED" in os.environ
+MULTIPROCESSORS = [8] if IS_SANITIZED else [1, 8, 132]
+
+
+def compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def run(*command: str | Path) -> None:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(map(str, command))}\n{done.stderr}"
+
+
+def build(folder: Path) -> ctypes.CDLL:
+    """Compile the kernels and their bindings in ``folder`` and load them."""
+    flags = SANITIZED if IS_SANITIZED else PLAIN
+    sources = [*sorted(KERNELS.glob("*.cu")), EMULATION / "bindings.cpp"]
+    objects = [folder / f"{source.name}.o" for source in sources]
+
+    def compile_one(source: Path, target: Path) -> None:
+        run(compiler(), *COMPILE, *flags, "-x", "c++", "-c", source, "-o", target)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, sources, objects))
+    library = folder / "kernels.so"
+    run(compiler(), *flags, "-shared", *objects, "-o", library)
+    return ctypes.CDLL(str(library))
+
+
+class Call(ctypes.Structure):
+    _fields_ = (
+        ("sizes", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("dim", ctypes.c_int64),
+        ("dtype", ctypes.c_int),
+        ("multiprocessors", ctypes.c_int),
+        ("order", ctypes.c_int),
+    )
+
+
+class ChannelVector(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("dtype", ctypes.c_int))
+
+
+def channel_vector(tensor: Tensor | None) -> ChannelVector:
+    if tensor is None:
+        return ChannelVector()
+    return ChannelVector(tensor.data_ptr(), tensor.stride(0), DTYPES.index(tensor.dtype))
+
+
+def placed(x: Tensor, offset: int) -> Tensor:
+    """Return a copy of x that begins ``offset`` values past its allocation, and ends with it."""
+    storage = torch.full((offset + x.numel(),), torch.nan, dtype=x.dtype)
+    return storage.as_strided(x.shape, x.stride(), offset).copy_(x)
+
+
+def with_margins(like: Tensor) -> Tensor:
+    """Return a tensor of NaN like another, between margins of NaN."""
+    margin = MARGIN_BYTES // like.element_size()
+    storage = torch.full((like.numel() + 2 * margin,), torch.nan, dtype=like.dtype)
+    return storage.as_strided(like.shape, like.stride(), margin)
+
+
+def assert_margins_untouched(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        margin = MARGIN_BYTES // tensor.element_size()
+        storage = tensor.as_strided((tensor.numel() + 2 * margin,), (1,), 0)
+        assert storage[:margin].isnan().all() and storage[-margin:].isnan().all()
+
+
+class Device:
+    """A device of so many multiprocessors whose blocks and threads run in one of ``ORDERS``."""
+
+    def __init__(self, library: ctypes.CDLL, multiprocessors: int, order: str) -> None:
+        self.library = library
+        self.multiprocessors, self.order = multiprocessors, order
+
+    def _run(self, name: str, like: Tensor, *args: object) -> None:
+        sizes = (ctypes.c_int64 * like.dim())(*like.shape)
+        strides = (ctypes.c_int64 * like.dim())(*like.stride())
+        dtype = DTYPES.index(like.dtype)
+        order = ORDERS.index(self.order)
+        call = Call(sizes, strides, like.dim(), dtype, self.multiprocessors, order)
+        native = []
+        for arg in args:
+            if isinstance(arg, Tensor):
+                arg = ctypes.c_void_p(arg.data_ptr())
+            elif isinstance(arg, ChannelVector):
+                arg = ctypes.byref(arg)
+            elif isinstance(arg, bool):
+                arg = ctypes.c_bool(arg)
+            elif isinstance(arg, float):
+                arg = ctypes.c_double(arg)
+            native.append(arg)
+        function = getattr(self.library, name)
+        function.restype = ctypes.c_char_p
+        error = function(ctypes.byref(call), *native)
+        if error is not None:
+            raise RuntimeError(error.decode())
+
+    def plan(self, *tensors: Tensor) -> dict[str, int]:
+        """Return how work on the tensors, all those of the input's shape, is split."""
+        fields = (ctypes.c_int64 * len(PLAN))()
+        three = (*tensors, *tensors, *tensors)[:3]
+        self._run("plan", tensors[0], *three, fields)
+        return dict(zip(PLAN, fields, strict=True))
+
+    def batch_norm_stats(self, input: Tensor) -> Tensor:
+        message = statistics(2 * input.size(1) + 1)
+        self._run("batch_norm_stats", input, input, message)
+        assert_margins_untouched(message)
+        return message
+
+    def batch_norm_apply(
+        self,
+        input: Tensor,
+        totals: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        momentum: float | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        output = with_margins(input)
+        mean, invstd, count = (statistics(n) for n in (input.size(1), input.size(1), 1))
+        self._run(
+            "batch_norm_apply",
+            input,
+            input,
+            totals,
+            *map(channel_vector, (weight, bias, running_mean, running_var)),
+            num_batches_tracked,
+            momentum is None,
+            float(momentum or 0),
+            eps,
+            output,
+            mean,
+            invstd,
+            count,
+        )
+        assert_margins_untouched(output, mean, invstd, count)
+        return output, mean, invstd, count
+
+    def batch_norm_backward_reduce(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        channels = input.size(1)
+        sums = statistics(2 * channels)
+        dtype = torch.float64 if weight is None else weight.dtype
+        grad_weight, grad_bias = (with_margins(mean.to(dtype)) for _ in range(2))
+        gradients = map(channel_vector, (grad_weight, grad_bias))
+        name = "batch_norm_backward_reduce"
+        self._run(name, input, grad_output, input, mean, invstd, sums, *gradients)
+        assert_margins_untouched(sums, grad_weight, grad_bias)
+        return sums, grad_weight, grad_bias
+
+    def batch_norm_backward_apply(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight: Tensor | None,
+        sums: Tensor,
+        count: Tensor,
+    ) -> Tensor:
+        grad_input = with_margins(input)
+        vector = channel_vector(weight)
+        tensors = (grad_output, input, mean, invstd, vector, sums, count, grad_input)
+        self._run("batch_norm_backward_apply", input, *tensors)
+        assert_margins_untouched(grad_input)
+        return grad_input
+
+
+def statistics(size: int) -> Tensor:
+    return with_margins(torch.empty(size, dtype=torch.float64))
+
+
+def on_all_devices(
+    library: ctypes.CDLL,
+    run: Callable[[Device], tuple[Tensor, ...]],
+    *tensors: Tensor,
+) -> Iterator[tuple[dict[str, int], tuple[Tensor, ...]]]:
+    """Yield each plan for the tensors, and ``run(device)``'s result.
+
+    The result must be the same bits in each order of blocks and threads.
+    """
+    plans = []
+    for multiprocessors in MULTIPROCESSORS:
+        devices = [Device(library, multiprocessors, order) for order in ORDERS]
+        plan = devices[0].plan(*tensors)
+        if plan in plans:  # a small tensor is split the same way everywhere
+            continue
+        plans.append(plan)
+        first, *others = [run(device) for device in (devices[-1:] if IS_SANITIZED else devices)]
+        for other in others:
+            torch.testing.assert_close(other, first, rtol=0, atol=0, equal_nan=True)
+        yield plan, first
+
+
+def totals_of(x: Tensor) -> Tensor:
+    """Return the message of a group whose ranks hold x, in float64."""
+    mean, var = reference_moments(x)
+    n = x.numel() / x.size(1)
+    return torch.cat([n * mean, n * (var + mean.square()), torch.tensor([n]).double()])

@@ -1,0 +1,133 @@
+// The CUDA operators on emulated threads, for ctypes: what csrc/cuda's adapters do on a GPU.
+//
+// Each function returns what went wrong, or nullptr. Workspaces are as the adapters give them, but
+// for NaN in the partial sums; counters must be zero again after each launch.
+
+#include <cmath>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "common/geometry.h"
+#include "cuda/kernels/operators.h"
+#include "grid.h"
+
+using namespace syncbn;
+using namespace syncbn::cuda;
+
+// The tensors of a call that have the input's shape, strides and dtype.
+struct Call {
+  const int64_t* sizes;
+  const int64_t* strides;
+  int64_t dim;
+  DType dtype;
+  int multiprocessors;
+  emulation::Order order;
+};
+
+namespace {
+
+Plan plan_of(const Call& call, std::initializer_list<const void*> pointers) {
+  const auto geometry = find_geometry(call.sizes, call.strides, call.dim);
+  if (!geometry.has_value()) {
+    throw std::runtime_error("neither contiguous nor channels-last");
+  }
+  return make_plan(*geometry, call.dtype, pointers, call.multiprocessors);
+}
+
+template <typename Function>
+const char* run(const Call& call, const Function& function) {
+  static std::string message;
+  emulation::order = call.order;
+  try {
+    function();
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+  return nullptr;
+}
+
+template <typename Function>
+void with_workspace(const Plan& plan, const Function& function) {
+  // Arrays of exactly this size: AddressSanitizer finds what lies beyond.
+  const auto partials = std::make_unique<double[]>(plan.num_partials());
+  const auto counters = std::make_unique<unsigned[]>(plan.num_counters());
+  std::fill_n(partials.get(), plan.num_partials(), std::nan(""));
+  function(Workspace{partials.get(), counters.get()});
+  for (int64_t i = 0; i < plan.num_counters(); ++i) {
+    if (counters[i] != 0) {
+      throw std::runtime_error("counter " + std::to_string(i) + " is left at " +
+                               std::to_string(counters[i]));
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// How work on three such tensors is split.
+const char* plan(const Call* call, const void* a, const void* b, const void* c, int64_t* fields) {
+  return run(*call, [&] {
+    const Plan plan = plan_of(*call, {a, b, c});
+    const int64_t values[] = {plan.geometry.is_matrix(),
+                              plan.vector,
+                              plan.aligned,
+                              plan.block_x,
+                              plan.block_y,
+                              plan.tiles,
+                              plan.splits,
+                              plan.segment};
+    std::copy(std::begin(values), std::end(values), fields);
+  });
+}
+
+const char* batch_norm_stats(const Call* call, const void* input, double* message) {
+  return run(*call, [&] {
+    const Plan plan = plan_of(*call, {input});
+    with_workspace(plan, [&](Workspace workspace) {
+      launch_batch_norm_stats(plan, nullptr, input, message, workspace);
+    });
+  });
+}
+
+const char* batch_norm_apply(const Call* call, const void* input, const double* totals,
+                             const ChannelVector* weight, const ChannelVector* bias,
+                             const ChannelVector* running_mean, const ChannelVector* running_var,
+                             int64_t* num_batches_tracked, bool cumulative, double momentum,
+                             double eps, void* output, double* mean, double* invstd,
+                             double* count) {
+  return run(*call, [&] {
+    const RunningStatistics running{*running_mean, *running_var, num_batches_tracked, cumulative,
+                                    momentum};
+    launch_batch_norm_apply(plan_of(*call, {input, output}), nullptr, input, totals, *weight, *bias,
+                            running, eps, output, mean, invstd, count);
+  });
+}
+
+const char* batch_norm_backward_reduce(const Call* call, const void* grad_output, const void* input,
+                                       const double* mean, const double* invstd, double* sums,
+                                       const ChannelVector* grad_weight,
+                                       const ChannelVector* grad_bias) {
+  return run(*call, [&] {
+    const Plan plan = plan_of(*call, {grad_output, input});
+    with_workspace(plan, [&](Workspace workspace) {
+      launch_batch_norm_backward_reduce(plan, nullptr, grad_output, input, mean, invstd, sums,
+                                        *grad_weight, *grad_bias, workspace);
+    });
+  });
+}
+
+const char* batch_norm_backward_apply(const Call* call, const void* grad_output, const void* input,
+                                      const double* mean, const double* invstd,
+                                      const ChannelVector* weight, const double* sums,
+                                      const double* count, void* grad_input) {
+  return run(*call, [&] {
+    launch_batch_norm_backward_apply(plan_of(*call, {grad_output, input, grad_input}), nullptr,
+                                     grad_output, input, mean, invstd, *weight, sums, count,
+                                     grad_input);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,171 @@
+// The part of CUDA that kernels may use, for a host compiler: g++ -x c++ -I tests/emulation x.cu.
+// grid.h says how they run and what is found. Barriers, shuffles and votes are of whole warps.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "float16.h"
+#include "grid.h"
+
+#define __global__
+#define __device__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+
+using cudaStream_t = void*;
+
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+namespace syncbn::cuda {
+
+template <typename... Params, typename... Args>
+void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
+            Args... args) {
+  emulation::run_grid(grid, block, shared_bytes, [&] { kernel(args...); });
+}
+
+// The block's dynamic shared memory.
+template <typename T>
+T& shared_memory() {
+  static_assert(alignof(T) <= 16);
+  return *static_cast<T*>(emulation::Block::current->shared(sizeof(T)));
+}
+
+}  // namespace syncbn::cuda
+
+// --- Barriers, shuffles, votes
+
+inline void __syncthreads() {
+  syncbn::emulation::Block::current->suspend(syncbn::emulation::Wait::kSyncthreads);
+}
+
+namespace syncbn::emulation {
+
+inline unsigned lane() {
+  const uint3& index = Block::current_thread->index;
+  return (index.x + blockDim.x * (index.y + blockDim.y * index.z)) % kWarpSize;
+}
+
+// Offers `value` to the warp and takes that of the lane `source(own lane)`, a lane of the own
+// segment of `width` lanes or the own lane.
+template <typename T, typename Source>
+T shuffle(Wait wait, unsigned mask, T value, int width, const Source& source) {
+  static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  const uint64_t* values = Block::current->exchange(wait, mask, bits, sizeof(T));
+  const unsigned own = lane(), segment = own / width * width;
+  const unsigned from = source(own - segment);
+  std::memcpy(&value, &values[from < static_cast<unsigned>(width) ? segment + from : own],
+              sizeof(T));
+  return value;
+}
+
+}  // namespace syncbn::emulation
+
+template <typename T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+  return syncbn::emulation::shuffle(syncbn::emulation::Wait::kShfl, mask, value, width,
+                                    [=](unsigned) { return source & (width - 1); });
+}
+
+template <typename T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+  return syncbn::emulation::shuffle(syncbn::emulation::Wait::kShflDown, mask, value, width,
+                                    [=](unsigned lane) { return lane + delta; });
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) {
+  return syncbn::emulation::shuffle(syncbn::emulation::Wait::kShflXor, mask, value, width,
+                                    [=](unsigned lane) { return lane ^ lane_mask; });
+}
+
+inline void __syncwarp(unsigned mask = 0xffffffff) {
+  syncbn::emulation::Block::current->exchange(syncbn::emulation::Wait::kSyncwarp, mask, 0, 0);
+}
+
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  const uint64_t* values = syncbn::emulation::Block::current->exchange(
+      syncbn::emulation::Wait::kBallot, mask, predicate != 0, 0);
+  unsigned result = 0;
+  for (unsigned lane = 0; lane < syncbn::emulation::kWarpSize; ++lane) {
+    result |= static_cast<unsigned>(values[lane]) << lane;
+  }
+  return result;
+}
+
+inline int __any_sync(unsigned mask, int predicate) {
+  const uint64_t* values = syncbn::emulation::Block::current->exchange(
+      syncbn::emulation::Wait::kAny, mask, predicate != 0, 0);
+  return std::any_of(values, values + syncbn::emulation::kWarpSize,
+                     [](uint64_t value) { return value != 0; });
+}
+
+// --- Memory
+
+namespace syncbn::emulation {
+
+inline void check_access(const volatile void* pointer, size_t bytes) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer);
+  if (address % bytes != 0) {
+    std::ostringstream what;
+    what << "accesses " << bytes << " bytes at 0x" << std::hex << address
+         << ", which is not aligned to them";
+    Block::current->fail_thread(what.str());
+  }
+}
+
+}  // namespace syncbn::emulation
+
+#define SYNCBN_CHECK_ACCESS(pointer, bytes) syncbn::emulation::check_access(pointer, bytes)
+
+template <typename T>
+T __ldcs(const T* pointer) {
+  SYNCBN_CHECK_ACCESS(pointer, sizeof(T));
+  return *pointer;
+}
+
+inline void __threadfence() { syncbn::emulation::Block::current_thread->fenced = true; }
+
+namespace syncbn::emulation {
+
+// An atomic operation tells other blocks that something is done. On a GPU they may see it before
+// what was done, unless the thread has fenced; here they get a turn right after it.
+template <typename T, typename Update>
+T atomic(T* pointer, const Update& update) {
+  static_assert(std::is_integral_v<T>, "the order of floating-point additions would vary");
+  if (!Block::current_thread->fenced) {
+    Block::current->fail_thread("signals other blocks without a __threadfence");
+  }
+  Block::current_thread->fenced = false;
+  const T old = *pointer;
+  *pointer = update(old);
+  Block::current->suspend(Wait::kTurn);
+  return old;
+}
+
+}  // namespace syncbn::emulation
+
+template <typename T>
+T atomicAdd(T* pointer, T value) {
+  return syncbn::emulation::atomic(pointer, [=](T old) { return old + value; });
+}
+
+inline unsigned atomicInc(unsigned* pointer, unsigned limit) {
+  return syncbn::emulation::atomic(pointer,
+                                   [=](unsigned old) { return old >= limit ? 0u : old + 1; });
+}
+
+// --- Arithmetic
+
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }

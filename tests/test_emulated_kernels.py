@@ -1,0 +1,343 @@
+"""The CUDA kernels without a GPU: on emulated threads, against float64.
+
+Each result is computed as GPUs of 1, 8 and 132 multiprocessors would split it, and must be the
+same bits in whatever order blocks and threads run.
+"""
+
+import math
+
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    SHAPES,
+    assert_normalised_close,
+    layouts,
+    make_input,
+    per_channel,
+    reduced_dims,
+    reference_moments,
+    to_layout,
+)
+from emulated import MULTIPROCESSORS, Device, on_all_devices, placed, totals_of
+
+EPS = 1e-5
+
+CUDA_SHAPES = [
+    *[shape for shape in SHAPES if math.prod(shape) < 20_000],
+    (2, 2, 101, 103),  # unaligned planes, split
+    (1, 3),  # one value in each channel
+    (1500, 24),  # 16-byte vectors of channels, whole and split
+    (1001, 34),  # 4-byte vectors of channels
+    (40, 300),  # more vectors of channels than a tile
+    (5, 3, 7, 7),
+    (21, 2, 28, 28),  # planes of whole vectors
+    (900, 2, 3),  # planes shorter than a vector
+    (2, 1025, 2),  # many channels of few values
+    (20, 1, 1033),  # one channel, split
+]
+
+
+def all_cases():
+    return [
+        pytest.param(shape, layout, dtype, id=f"{shape}-{layout}-{str(dtype)[6:]}")
+        for shape in CUDA_SHAPES
+        for layout in layouts(shape)
+        for dtype in DTYPES
+    ]
+
+
+@pytest.fixture
+def device(library):
+    return Device(library, 8, "shuffled")
+
+
+def sum_tolerance(dtype, terms, plan):
+    """Bound the error of sums per channel by half an eps of the sum of magnitudes per rounding.
+
+    A value goes through the sum of a vector, of its thread's chunks, and of threads by pairs; a
+    merge of two means or variances is five roundings. Blocks are added up in float64.
+    """
+    threads = plan["block_y"] if plan["matrix"] else plan["block_x"]
+    chunks = math.ceil(plan["segment"] / threads)
+    roundings = plan["vector"] + 16 + chunks + 5 * math.ceil(math.log2(threads))
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    return roundings * eps / 2 * terms.abs().sum(reduced_dims(terms)) + math.ulp(1.0)
+
+
+def check_stats(library, x, dy):
+    mean, var = reference_moments(x)
+    n = x.numel() / x.size(1)
+    deviations = x.double() - per_channel(mean, x)
+    # Floats are summed up as distances from one of them, 16-bit values as they are.
+    reach = deviations.abs().amax(reduced_dims(x), keepdim=True) + per_channel(mean.abs(), x)
+
+    def run(device):
+        return (device.batch_norm_stats(x),)
+
+    for plan, (message,) in on_all_devices(library, run, x):
+        sums, squares, count = message.split([x.size(1), x.size(1), 1])
+        assert count.item() == n
+        error = (sums - n * mean).abs()
+        assert (error <= sum_tolerance(x.dtype, reach.expand_as(x), plan)).all()
+        # The message's own rounding: float64's eps of the sum of squares.
+        rounding = 4 * torch.finfo(torch.float64).eps * n * (mean.square() + var)
+        error = (squares - sums.square() / n - n * var).abs()
+        assert (error <= sum_tolerance(x.dtype, deviations.square(), plan) + rounding).all()
+
+
+def channel_values(x, seed):
+    generator = torch.Generator().manual_seed(seed)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return torch.randn(x.size(1), generator=generator, dtype=dtype)
+
+
+def check_apply(library, x, dy):
+    totals, weight, bias = totals_of(x), channel_values(x, 1), channel_values(x, 2)
+    mean, var = reference_moments(x)
+    invstd = (var + EPS).rsqrt()
+    xhat = (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
+    expected = xhat * per_channel(weight.double(), x) + per_channel(bias.double(), x)
+
+    def run(device):
+        return device.batch_norm_apply(x, totals, weight, bias, None, None, None, 0.1, EPS)
+
+    # The output is aligned, as new tensors are.
+    for _, (output, *statistics) in on_all_devices(library, run, x, placed(x, 0)):
+        assert output.dtype == x.dtype and output.stride() == x.stride()
+        assert_normalised_close(output, expected, x.dtype)
+        # float64's rounding of the totals, of which the variance is a difference
+        bound = 1e-15 * (1 + (mean.square() / (var + EPS)).max().item())
+        for actual, value in zip(statistics, (mean, invstd, totals[-1:]), strict=True):
+            torch.testing.assert_close(actual, value, rtol=bound, atol=1e-15)
+
+
+def check_backward_reduce(library, x, dy):
+    mean, var = reference_moments(x)
+    invstd = (var + EPS).rsqrt()
+    products = dy.double() * (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
+
+    def run(device):
+        return device.batch_norm_backward_reduce(dy, x, mean, invstd, None)
+
+    for plan, results in on_all_devices(library, run, dy, x):
+        sums, grad_weight, grad_bias = results
+        dy_sums, product_sums = sums.chunk(2)
+        error = (dy_sums - dy.double().sum(reduced_dims(x))).abs()
+        assert (error <= sum_tolerance(x.dtype, dy.double(), plan)).all()
+        error = (product_sums - products.sum(reduced_dims(x))).abs()
+        assert (error <= sum_tolerance(x.dtype, products, plan)).all()
+        assert torch.equal(grad_bias, dy_sums) and torch.equal(grad_weight, product_sums)
+
+
+def check_backward_apply(library, x, dy):
+    mean, var = reference_moments(x)
+    invstd, weight = (var + EPS).rsqrt(), channel_values(x, 3)
+    # Sums and a count as of a larger group: any will do for the formula.
+    sums = 5 * torch.cat([channel_values(x, 4), channel_values(x, 5)]).double()
+    count = torch.tensor([2.0 * x.numel() / x.size(1)]).double()
+    xhat = (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
+    mean_dy, mean_dy_xhat = (per_channel(s, x) for s in (sums / count).chunk(2))
+    gain = per_channel(weight.double() * invstd, x)
+    expected = (dy.double() - mean_dy - xhat * mean_dy_xhat) * gain
+
+    def run(device):
+        return (device.batch_norm_backward_apply(dy, x, mean, invstd, weight, sums, count),)
+
+    for _, (grad_input,) in on_all_devices(library, run, dy, x, placed(x, 0)):
+        assert grad_input.dtype == x.dtype and grad_input.stride() == x.stride()
+        assert_normalised_close(grad_input, expected, x.dtype)
+
+
+CHECKS = {
+    "stats": check_stats,
+    "apply": check_apply,
+    "backward_reduce": check_backward_reduce,
+    "backward_apply": check_backward_apply,
+}
+each_operator = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
+
+
+@each_operator
+@pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
+def test_matches_float64(library, check, shape, layout, dtype):
+    x = make_input(shape, layout, dtype)
+    check(library, placed(x, 0), placed(make_input(shape, layout, dtype, mean=0.1, seed=1), 0))
+
+
+# The tensors of the input's shape begin this many values past an aligned address.
+OFFSETS = [(1, 1), (2, 2), (1, 0)]
+UNALIGNED_SHAPES = [(13, 5), (700, 24), (5, 3, 7, 7), (9, 3, 28, 28), (2, 5, 31, 37)]
+
+
+@each_operator
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("offsets", OFFSETS, ids="offsets{0[0]}{0[1]}".format)
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [(shape, layout) for shape in UNALIGNED_SHAPES for layout in layouts(shape)],
+)
+def test_any_alignment(library, check, shape, layout, offsets, dtype):
+    x = make_input(shape, layout, dtype)
+    dy = make_input(shape, layout, dtype, mean=0.1, seed=1)
+    check(library, placed(x, offsets[0]), placed(dy, offsets[1]))
+
+
+@each_operator
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_small_inner_size(library, check, dtype):
+    for inner in range(2, 18):
+        x = make_input((5, 3, inner), "contiguous", dtype)
+        dy = make_input((5, 3, inner), "contiguous", dtype, mean=0.1, seed=1)
+        check(library, placed(x, inner % 3), placed(dy, inner % 3))
+
+
+@each_operator
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((4, 65537), torch.float32), ((3, 65536), torch.bfloat16), ((2, 16385, 2), torch.float16)],
+)
+def test_more_channels_than_a_grid_may_be_high(library, check, shape, dtype):
+    x = make_input(shape, "contiguous", dtype)
+    check(library, placed(x, 0), make_input(shape, "contiguous", dtype, mean=0.1, seed=1))
+
+
+def test_cases_reach_every_kernel(library):
+    reached = set()
+    for dtype in DTYPES:
+        for shape in CUDA_SHAPES + UNALIGNED_SHAPES:
+            for layout in layouts(shape):
+                for offset in (0, 1, 2) if shape in UNALIGNED_SHAPES else (0,):
+                    x = placed(to_layout(torch.empty(shape, dtype=dtype), layout), offset)
+                    for multiprocessors in MULTIPROCESSORS:
+                        plan = Device(library, multiprocessors, "forward").plan(x)
+                        kernel = (plan["matrix"], plan["vector"], plan["aligned"])
+                        reached.add((dtype, *kernel, plan["splits"] > 1))
+    expected = set()
+    for dtype in DTYPES:
+        widest = 16 // dtype.itemsize
+        kernels = {(1, 1, 1), (1, widest, 1), (0, 1, 1), (0, widest, 1), (0, widest, 0)}
+        if dtype.itemsize == 2:
+            kernels.add((1, 2, 1))
+        expected |= {(dtype, *kernel, split) for kernel in kernels for split in (True, False)}
+    assert reached == expected
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(2**33, 3), (2**22, 4096), (1, 2**32), (64, 3, 2**13, 2**13), (2**31 + 5, 1), (7, 2**24, 9)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("multiprocessors", [1, 132, 1000])
+def test_huge_tensors_keep_to_the_limits_of_a_grid(library, shape, dtype, multiprocessors):
+    x = torch.empty(shape, dtype=dtype, device="meta")
+    plan = Device(library, multiprocessors, "forward").plan(x)
+    assert plan["tiles"] < 2**31 and plan["splits"] < 2**16
+    assert plan["block_x"] * plan["block_y"] <= 256
+    values = plan["segment"] * (1 if plan["matrix"] else plan["vector"])
+    assert values <= 2**24  # which a float counts exactly
+    assert values * plan["splits"] >= x.numel() / x.size(1)
+
+
+@pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
+def test_every_value_counts_once(device, shape, layout, dtype):
+    """Sums of small integers are exact in any order, if no value is missed or taken twice."""
+    generator = torch.Generator().manual_seed(0)
+    dy, x = torch.randint(0, 4, (2, *shape), generator=generator).to(dtype)
+    zeros, ones = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
+    dims = reduced_dims(x)
+    expected = torch.cat([dy.double().sum(dims), (dy.double() * x.double()).sum(dims)])
+    for offset in (0, 1):
+        tensors = [placed(to_layout(t, layout), offset) for t in (dy, x)]
+        sums, _, _ = device.batch_norm_backward_reduce(*tensors, zeros, ones, None)
+        assert torch.equal(sums, expected)
+
+
+def moments(message):
+    sums, squares, count = message.split([len(message) // 2, len(message) // 2, 1])
+    return sums / count, squares / count - (sums / count).square()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("ratio", [1e2, 1e3, 1e4])
+def test_variance_survives_a_large_mean(library, layout, ratio):
+    x = make_input((16, 5, 24, 24), layout, torch.float32, mean=ratio, std=1.0)
+    _, expected = reference_moments(x)
+    # 1.1e-16 * mean²/var from the message, and a few roundings of the float sum of squares.
+    bound = 4 * 1.1e-16 * ratio**2 + 1e-6
+    for multiprocessors in MULTIPROCESSORS:
+        _, var = moments(Device(library, multiprocessors, "forward").batch_norm_stats(x))
+        torch.testing.assert_close(var, expected, rtol=bound, atol=0.0)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_output_survives_a_large_mean(device, layout):
+    x = make_input((16, 5, 24, 24), layout, torch.float32, mean=1e3, std=1.0)
+    totals = totals_of(x)
+    output, *_ = device.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, EPS)
+    mean, var = reference_moments(x)
+    expected = (x.double() - per_channel(mean, x)) * per_channel((var + EPS).rsqrt(), x)
+    # A mean rounded to float32 would cost 3e-5 here.
+    torch.testing.assert_close(output.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_gradient_survives_a_large_mean(device, layout):
+    x = make_input((16, 5, 24, 24), layout, torch.float32, mean=1e3, std=1.0)
+    dy = make_input((16, 5, 24, 24), layout, torch.float32, mean=0.5, seed=1)
+    mean, var = reference_moments(x)
+    invstd = (var + EPS).rsqrt()
+    xhat = (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
+    sums, *_ = device.batch_norm_backward_reduce(dy, x, mean, invstd, None)
+    products = dy.double() * xhat
+    # Roundings of float sums; a mean rounded to float32 would cost 3e-5 of the sum of dy.
+    bound = 2e-6 * products.abs().sum(reduced_dims(x))
+    assert ((sums[5:] - products.sum(reduced_dims(x))).abs() <= bound).all()
+
+    count = torch.tensor([x.numel() / 5]).double()
+    grad_input = device.batch_norm_backward_apply(dy, x, mean, invstd, None, sums, count)
+    mean_dy, mean_dy_xhat = (per_channel(s, x) for s in (sums / count).chunk(2))
+    expected = (dy.double() - mean_dy - xhat * mean_dy_xhat) * per_channel(invstd, x)
+    torch.testing.assert_close(grad_input.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("position", [0, 1, -1])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_variance_survives_an_outlier(library, layout, position):
+    """Also where it is the value that all others are measured from."""
+    x = make_input((41, 2, 829), layout, torch.float32, mean=0.0, std=1.0)
+    x[0, :, position] = 1e4
+    x[20, :, position] = 1e4
+    _, expected = reference_moments(x)
+    for multiprocessors in MULTIPROCESSORS:
+        _, var = moments(Device(library, multiprocessors, "forward").batch_norm_stats(x))
+        torch.testing.assert_close(var, expected, rtol=2e-6, atol=0.0)  # float sums of squares
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_constant_channel_has_no_variance(device, layout, dtype):
+    x = to_layout(torch.full((40, 2, 33), 3.0, dtype=dtype), layout)
+    mean, var = moments(device.batch_norm_stats(x))
+    assert mean.tolist() == [3, 3] and var.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bad_value_stays_in_its_channel(device, bad, layout, dtype):
+    x = make_input((3, 5, 7, 7), layout, dtype)  # planes share vectors with their neighbours
+    dy = make_input((3, 5, 7, 7), layout, dtype, seed=1)
+    mean, var = reference_moments(x)
+    clean = device.batch_norm_stats(x), device.batch_norm_backward_reduce(dy, x, mean, var, None)[0]
+    for position in [(0, 0), (3, 4), (6, 6)]:
+        spoilt_x, spoilt_dy = x.clone(), dy.clone()
+        spoilt_x[(1, 2, *position)] = bad
+        spoilt_dy[(1, 2, *position)] = bad
+        message = device.batch_norm_stats(spoilt_x)
+        sums, *_ = device.batch_norm_backward_reduce(spoilt_dy, x, mean, var, None)
+        kept = [0, 1, 3, 4, 5, 6, 8, 9]
+        for spoilt, expected in zip((message, sums), clean, strict=True):
+            assert not spoilt[[2, 7]].isfinite().any()
+            assert torch.equal(spoilt[kept], expected[kept])
