@@ -121,6 +121,16 @@ def check_momentum(momentum: object) -> None:
         raise ValueError(f"expected momentum to be finite, but got {momentum}")
 
 
+def check_no_transform() -> None:
+    """Raise NotImplementedError inside of torch.func's grad, vmap, jvp and the like."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "SyncBatchNorm in training mode cannot be transformed by torch.func (grad, vmap, jvp, "
+            "...); torch.autograd.grad differentiates it to any order, and "
+            "syncbn.revert_sync_batchnorm makes layers of one process that can be transformed"
+        )
+
+
 def check_device(input: Tensor) -> None:
     """Raise NotImplementedError unless the operators exist for the input's device."""
     if input.device.type not in _extension.device_types:

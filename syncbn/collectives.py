@@ -11,12 +11,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 __all__ = [
     "AllReduceSum",
     "ProcessGroup",
     "all_reduce_sum",
+    "check_join",
     "check_process_group",
+    "functional_all_reduce_sum",
     "meet",
     "resolve_group",
     "withdraw",
@@ -24,7 +27,6 @@ __all__ = [
 
 # A torch that was built without distributed knows no groups.
 if TYPE_CHECKING or dist.is_available():
-    import torch.distributed._functional_collectives as functional_collectives
     from torch.distributed import ProcessGroup
 else:
     ProcessGroup = Any
@@ -75,13 +77,39 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None
 
 
+def check_join() -> None:
+    """Raise NotImplementedError in a forward pass under DistributedDataParallel.join().
+
+    A rank that has run out of inputs stands in for the others' gradients there, but not for the
+    collectives of a layer: they would wait for it, or take its messages for those of the layer.
+    """
+    model: Any = DistributedDataParallel._active_ddp_module
+    if model is None:
+        return
+    join = model._join_config
+    if join.enable and not join.throw_on_early_termination:
+        raise NotImplementedError(
+            "SyncBatchNorm cannot train under DistributedDataParallel.join(), where a rank that "
+            "has run out of inputs does not take part in the layer's all-reduce; give such a rank "
+            "empty batches instead, or call join(throw_on_early_termination=True) to end all ranks "
+            "together"
+        )
+
+
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten."""
-    if torch.compiler.is_compiling():
-        reduced: Tensor = functional_collectives.all_reduce(tensor, "sum", group)
-        return reduced
+    # Who watches operators, as selective checkpointing, keeps their results for later.
+    if torch._C._len_torch_dispatch_stack() > 0:
+        return functional_all_reduce_sum(tensor, group)
     dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def functional_all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """As :func:`all_reduce_sum`, by operators that change nothing and that torch.compile knows."""
+    reduced = torch.ops._c10d_functional.all_reduce.default(tensor, "sum", group.group_name)
+    summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(reduced)
+    return summed
 
 
 def meet(group: ProcessGroup, size: int, device: torch.device) -> int | None:

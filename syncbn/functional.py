@@ -7,7 +7,7 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn import checks, collectives, ops, reference
+from syncbn import checks, collectives, compiled, ops, reference
 from syncbn.collectives import ProcessGroup
 
 __all__ = ["sync_batch_norm"]
@@ -54,7 +54,8 @@ def sync_batch_norm(
         TypeError: An argument of the wrong type, dtype or layout.
         ValueError: An argument of the wrong shape, device or value; one value per channel without
             other ranks; a rank outside of ``process_group``; ranks with different C.
-        NotImplementedError: Training on a device without operators.
+        NotImplementedError: Training on a device without operators, in a torch.func transform, or
+            under DistributedDataParallel.join().
         RuntimeError: Another rank failed, left or did not come.
 
     Example:
@@ -141,6 +142,7 @@ def train(
     group = None
     try:
         group = collectives.resolve_group(process_group)
+        checks.check_no_transform()
         checks.check_input(input, num_features)
         checks.check_device(input)
         checks.check_channel_vectors(
@@ -156,26 +158,45 @@ def train(
         if group is not None:
             _withdraw(group, input, (weight, bias, running_mean, running_var), num_features)
         raise _with_place(error, layer, group) from None
-    if _is_recomputation():
+    momentum = None if momentum is None else float(momentum)
+    output: Tensor
+    if torch.compiler.is_compiling():
+        output = compiled.CompiledSyncBatchNormFunction.apply(
+            input,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            momentum,
+            float(eps),
+            group,
+        )
+        return output
+    if compiled.is_recomputation():
         running_mean = running_var = num_batches_tracked = None
         momentum = 0.0
-    if group is not None and not torch.compiler.is_compiling():
+    if group is not None:
+        try:
+            collectives.check_join()
+        except NotImplementedError as error:
+            raise _with_place(error, layer, group) from None
         _meet(group, input, layer)
     try:
         # Out here, where autograd sees it: higher derivatives go through what is saved.
-        dense = _as_dense(input)
+        dense = ops.as_dense(input)
     except RuntimeError:  # out of memory: the other ranks must not wait for this one
         if group is not None:
             collectives.withdraw(group, 2 * input.size(1) + 1, input.device)
         raise
-    output: Tensor = SyncBatchNormFunction.apply(
+    output = SyncBatchNormFunction.apply(
         dense,
         weight,
         bias,
         running_mean,
         running_var,
         num_batches_tracked,
-        None if momentum is None else float(momentum),
+        momentum,
         float(eps),
         group,
         layer,
@@ -234,6 +255,14 @@ class SyncBatchNormFunction(torch.autograd.Function):
         return output
 
     @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        """Refuse forward-mode differentiation."""
+        raise NotImplementedError(
+            "SyncBatchNorm in training mode has no forward-mode derivative; torch.autograd.grad "
+            "differentiates it to any order, and evaluation mode has one"
+        )
+
+    @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias.
 
@@ -243,12 +272,12 @@ class SyncBatchNormFunction(torch.autograd.Function):
         input, weight, mean, invstd, count = ctx.saved_tensors
         grad_input: Tensor | None = None
         # Inside a backward pass, gradients are recorded exactly under create_graph=True.
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled():
             grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
                 grad_output, input, weight, ctx.eps, ctx.group
             )
         else:
-            grad_output = _as_dense(grad_output, like=input)
+            grad_output = ops.as_dense(grad_output, like=input)
             sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
                 grad_output, input, mean, invstd, weight
             )
@@ -264,24 +293,6 @@ class SyncBatchNormFunction(torch.autograd.Function):
             None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype),
             *(None,) * 7,
         )
-
-
-def _as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return ``tensor`` in a layout that the operators take: its own, or that of ``like``."""
-    like = tensor if like is None else like
-    if like.is_contiguous() or not like.movedim(1, -1).is_contiguous():
-        return tensor.contiguous()
-    channels_last = tensor.movedim(1, -1)  # of any rank
-    return tensor if channels_last.is_contiguous() else channels_last.contiguous().movedim(-1, 1)
-
-
-def _is_recomputation() -> bool:
-    """Whether this forward runs inside a backward pass: activation checkpointing's second run.
-
-    Its statistics have been counted by the first. Traced code needs no question: there
-    checkpointing is the compiler's, which does not run side effects twice.
-    """
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 def _place(layer: str, group: ProcessGroup | None) -> str:

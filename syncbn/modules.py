@@ -5,6 +5,7 @@ import sys
 import warnings
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -122,6 +123,8 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``; see the class."""
+        # A compiled graph that knew its layer's name would not serve another layer.
+        name = "" if torch.compiler.is_compiling() else self._name
         if not self.training:
             return functional.evaluate(
                 input,
@@ -131,7 +134,7 @@ class SyncBatchNorm(_BatchNorm):
                 self.bias,
                 0.0 if self.momentum is None else self.momentum,
                 self.eps,
-                layer=self._name,
+                layer=name,
                 num_features=self.num_features,
             )
         track = self.track_running_stats
@@ -147,7 +150,7 @@ class SyncBatchNorm(_BatchNorm):
             0.0 if self.momentum is None and num_batches_tracked is None else self.momentum,
             self.eps,
             self.process_group,
-            layer=self._name,
+            layer=name,
             num_features=self.num_features,
         )
 

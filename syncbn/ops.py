@@ -9,6 +9,7 @@ from torch import Tensor
 from syncbn import _extension as _extension  # registers the operators
 
 __all__ = [
+    "as_dense",
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_reduce",
@@ -16,6 +17,15 @@ __all__ = [
 ]
 
 _ops = torch.ops.syncbn
+
+
+def as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return ``tensor`` in a layout that the operators take: its own, or that of ``like``."""
+    like = tensor if like is None else like
+    if like.is_contiguous() or not like.movedim(1, -1).is_contiguous():
+        return tensor.contiguous()
+    channels_last = tensor.movedim(1, -1)  # of any rank
+    return tensor if channels_last.is_contiguous() else channels_last.contiguous().movedim(-1, 1)
 
 
 def batch_norm_stats(input: Tensor) -> Tensor:

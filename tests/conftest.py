@@ -57,3 +57,12 @@ def three_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The CUDA kernels on emulated threads."""
     return emulated.build(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(scope="session")
+def compiling_ranks() -> Iterator[Ranks]:
+    """Two ranks with the time that compilers take, for themselves and while the other one waits."""
+    # One thread: inductor otherwise keeps a process for each processor.
+    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    with Ranks(2, env, case_seconds=240, collective_seconds=120) as pool:
+        yield pool

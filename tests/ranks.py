@@ -47,10 +47,12 @@ class Ranks:
         world_size: int,
         env: dict[str, str] | None = None,
         case_seconds: float = CASE_SECONDS,
+        collective_seconds: float = COLLECTIVE_SECONDS,
     ) -> None:
         self.world_size = world_size
         self.env = env or {}
         self.case_seconds = case_seconds
+        self.collective_seconds = collective_seconds
         self.folder = tempfile.TemporaryDirectory(prefix="syncbn-ranks-")
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
@@ -69,7 +71,15 @@ class Ranks:
             ours, theirs = context.Pipe()
             process = context.Process(
                 target=_serve,
-                args=(rank, self.world_size, str(store), theirs, self._stack(rank), self.env),
+                args=(
+                    rank,
+                    self.world_size,
+                    str(store),
+                    theirs,
+                    self._stack(rank),
+                    self.env,
+                    self.collective_seconds,
+                ),
                 daemon=True,
             )
             process.start()
@@ -142,7 +152,13 @@ class Ranks:
 
 
 def _serve(
-    rank: int, world_size: int, store: str, pipe: Any, stack: str, env: dict[str, str]
+    rank: int,
+    world_size: int,
+    store: str,
+    pipe: Any,
+    stack: str,
+    env: dict[str, str],
+    collective_seconds: float,
 ) -> None:
     parent = os.getppid()
     stack_file = open(stack, "w")  # noqa: SIM115 - open as long as the process
@@ -159,7 +175,7 @@ def _serve(
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=COLLECTIVE_SECONDS),
+        timeout=timedelta(seconds=collective_seconds),
     )
     while True:
         try:

@@ -1,34 +1,55 @@
 """Recomputation under torch.utils.checkpoint updates running statistics once."""
 
+import copy
+from functools import partial
+
 import pytest
 import torch
 from cases import make_input
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from syncbn import SyncBatchNorm
 
 
-def train_checkpointed(rank, world_size, use_reentrant, nested):
-    def block():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.Tanh(), SyncBatchNorm(3))
+def block():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(3, 3), SyncBatchNorm(3), nn.Tanh(), SyncBatchNorm(3, momentum=None)
+    ).double()
 
-    plain, saved = block().double(), block().double()
-    x = make_input((6, 3), "contiguous", torch.float64, seed=rank)
-    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+
+def train(model, run, rank, steps=2):
+    """Train by ``run(x)``; return what must not depend on checkpointing."""
+    gradients = []
+    for seed in range(steps):
+        x = make_input((6, 3), "contiguous", torch.float64, seed=10 * seed + rank)
+        x.requires_grad_()
+        run(x).square().sum().backward()
+        gradients.append(x.grad)
+    assert model[1].num_batches_tracked.item() == model[3].num_batches_tracked.item() == steps
+    return [*gradients, *(p.grad for p in model.parameters()), *model.buffers()]
+
+
+def assert_trains_as_without(model, run, rank):
+    plain = copy.deepcopy(model)
+    expected, actual = train(plain, plain, rank), train(model, run, rank)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)  # float64 in another order
+
+
+def checkpointed(rank, world_size, use_reentrant, nested):
+    model = block()
 
     def inner(x):
-        return checkpoint(saved[2:], saved[:2](x), use_reentrant=use_reentrant)
+        return checkpoint(model[2:], model[:2](x), use_reentrant=use_reentrant)
 
-    plain(a).square().sum().backward()
-    checkpoint(inner if nested else saved, b, use_reentrant=use_reentrant).square().sum().backward()
-    same = [torch.equal(p, q) for p, q in zip(plain.buffers(), saved.buffers(), strict=True)]
-    same += [
-        torch.equal(p.grad, q.grad)
-        for p, q in zip(plain.parameters(), saved.parameters(), strict=True)
-    ]
-    return [*same, torch.equal(a.grad, b.grad), saved[1].num_batches_tracked.item() == 1]
+    run = inner if nested else model
+    assert_trains_as_without(model, lambda x: checkpoint(run, x, use_reentrant=use_reentrant), rank)
 
 
 @pytest.mark.works(
@@ -37,8 +58,65 @@ def train_checkpointed(rank, world_size, use_reentrant, nested):
 @pytest.mark.parametrize("nested", [False, True], ids=["flat", "nested"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 def test_running_statistics_are_updated_once(any_world, use_reentrant, nested):
-    for facts in any_world.run(train_checkpointed, use_reentrant, nested):
-        assert all(facts), facts
+    any_world.run(checkpointed, use_reentrant, nested)
+
+
+KEPT = {
+    "linear": ["aten.addmm"],
+    "linear and statistics": ["aten.addmm", "syncbn.batch_norm_stats"],
+    "collectives": ["_c10d_functional.all_reduce"],
+    "normalised": ["syncbn.batch_norm_apply"],
+    "everything": [""],
+}
+
+
+def policy(kept, context, operator, *args, **kwargs):
+    keep = any(str(operator).startswith(name) for name in kept)
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def selective(rank, world_size, kept):
+    model = block()
+    context = partial(create_selective_checkpoint_contexts, partial(policy, KEPT[kept]))
+    run = partial(checkpoint, model, use_reentrant=False, context_fn=context)
+    assert_trains_as_without(model, run, rank)
+
+
+@pytest.mark.works("selective activation checkpointing: statistics updated once")
+@pytest.mark.parametrize("kept", KEPT)
+def test_selective_checkpointing(two_ranks, kept):
+    two_ranks.run(selective, kept)
+
+
+def compiled_around_checkpoint(rank, world_size, use_reentrant, backend):
+    torch._dynamo.reset()
+    model = block()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def run(x):
+        return checkpoint(model, x, use_reentrant=use_reentrant)
+
+    assert_trains_as_without(model, run, rank)
+
+
+@pytest.mark.works("torch.compile of a checkpointed block: statistics updated once")
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_compiled_around_checkpoint(compiling_ranks, use_reentrant):
+    compiling_ranks.run(compiled_around_checkpoint, use_reentrant, "aot_eager")
+
+
+def checkpoint_around_compiled(rank, world_size, use_reentrant, backend):
+    torch._dynamo.reset()
+    model = block()
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    run = partial(checkpoint, fast, use_reentrant=use_reentrant)
+    assert_trains_as_without(model, run, rank)
+
+
+@pytest.mark.works("torch.utils.checkpoint of a compiled block: statistics updated once")
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpoint_around_compiled(compiling_ranks, use_reentrant):
+    compiling_ranks.run(checkpoint_around_compiled, use_reentrant, "aot_eager")
 
 
 def test_forward_after_a_failed_backward_counts():
