@@ -1,10 +1,16 @@
-"""Shapes, dtypes and layouts that the operators are tested on, and the tolerances, with reasons."""
+"""What the operators are tested on: shapes, dtypes, layouts; and the tolerances, with reasons."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+
+from syncbn import ops
+
+OPS = ["batch_norm_stats", "batch_norm_apply", "batch_norm_backward_reduce"]
+OPS += ["batch_norm_backward_apply"]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,10 +37,10 @@ def layouts(shape: tuple[int, ...]) -> list[str]:
     return ["contiguous"] if len(shape) == 2 else ["contiguous", "channels_last"]
 
 
-def all_cases() -> list[object]:
+def all_cases(shapes: list[tuple[int, ...]] = SHAPES) -> list[object]:
     return [
         pytest.param(shape, layout, dtype, id=f"{shape}-{layout}-{str(dtype)[6:]}")
-        for shape in SHAPES
+        for shape in shapes
         for layout in layouts(shape)
         for dtype in DTYPES
     ]
@@ -49,9 +55,35 @@ def make_input(
     std: float = 2.0,
     seed: int = 0,
 ) -> Tensor:
+    """Return the same values on every default device."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, dtype=torch.float64, generator=generator) * std + mean
-    return to_layout(x.to(dtype), layout)
+    x = torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator) * std + mean
+    return to_layout(x.to(dtype).to(torch.get_default_device()), layout)
+
+
+def operator(name: str) -> Any:
+    return getattr(torch.ops.syncbn, name).default
+
+
+def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32) -> tuple:
+    """Return valid arguments of an operator for an input."""
+    channels = x.size(1)
+    totals = ops.batch_norm_stats(x.detach())
+    mean, var = reference_moments(x.detach())
+    vector = torch.ones(channels, dtype=parameter_dtype, device=x.device)
+    running = (vector.clone(), vector.clone(), torch.tensor(0, device=x.device))
+    sums = torch.ones(2 * channels, dtype=torch.float64, device=x.device)
+    return {
+        "batch_norm_stats": (x,),
+        "batch_norm_apply": (x, totals, vector, vector.clone(), *running, None, 1e-5),
+        "batch_norm_backward_reduce": (x.clone(), x, mean, var, vector),
+        "batch_norm_backward_apply": (x.clone(), x, mean, var, vector, sums, totals[-1:].clone()),
+    }[name]
+
+
+def make_vector(channels: int, dtype: torch.dtype, *, seed: int) -> Tensor:
+    """Return a weight or bias."""
+    return make_input((channels,), "contiguous", dtype, mean=0.0, std=1.0, seed=seed)
 
 
 def to_layout(x: Tensor, layout: str) -> Tensor:

@@ -1,14 +1,23 @@
 import ctypes
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import emulated
 import pytest
+import torch
 import works
 from ranks import Ranks
 
+from syncbn import _extension
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-cuda",
+        action="store_true",
+        help="fail where a test marked cuda would be skipped for want of a GPU or of operators",
+    )
     parser.addoption(
         "--works",
         type=Path,
@@ -23,15 +32,51 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(works.Recorder(folder))
 
 
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """``ranks(world_size)``: processes that live as long as the session."""
-    pools: dict[int, Ranks] = {}
+def why_no_cuda() -> str | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a driver that is too old
+        if not torch.cuda.is_available():
+            return "no CUDA device is here"
+    if _extension.cuda_missing:
+        return f"no CUDA operators: {_extension.cuda_missing}"
+    return None
 
-    def get(world_size: int) -> Ranks:
-        if world_size not in pools:
-            pools[world_size] = Ranks(world_size)
-        return pools[world_size]
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures, which may start processes
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("cuda") is None or (reason := why_no_cuda()) is None:
+        return
+    if item.config.getoption("--require-cuda"):
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def each_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    """Where a test that names no device creates its tensors."""
+    if request.param != "cpu":
+        torch.set_default_device(request.param)
+    yield torch.device(request.param)
+    torch.set_default_device(None)
+
+
+@pytest.fixture
+def on_cuda() -> Iterator[None]:
+    torch.set_default_device("cuda")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[..., Ranks]]:
+    """``ranks(world_size, backend, device)``: processes that live as long as the session."""
+    pools: dict[tuple[int, str, str], Ranks] = {}
+
+    def get(world_size: int, backend: str = "gloo", device: str = "cpu") -> Ranks:
+        key = (world_size, backend, device)
+        if key not in pools:
+            pools[key] = Ranks(world_size, backend=backend, device=device)
+        return pools[key]
 
     yield get
     for pool in pools.values():
@@ -39,17 +84,41 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"world{n}")
-def any_world(request: pytest.FixtureRequest, ranks: Callable[[int], Ranks]) -> Ranks:
+def any_world(request: pytest.FixtureRequest, ranks: Callable[..., Ranks]) -> Ranks:
     return ranks(request.param)
 
 
+def anywhere(*world_sizes: int) -> list[object]:
+    """Arguments of ``ranks``: over gloo on the CPU, and over gloo and NCCL on CUDA."""
+    worlds = [(n, "gloo", "cpu") for n in world_sizes]
+    worlds += [(n, backend, "cuda") for backend in ("gloo", "nccl") for n in world_sizes]
+    return [
+        pytest.param(
+            world,
+            id="world{}-{}-{}".format(*world),
+            marks=pytest.mark.cuda if "cuda" in world else (),
+        )
+        for world in worlds
+    ]
+
+
+@pytest.fixture(params=anywhere(1, 2, 3))
+def world_anywhere(request: pytest.FixtureRequest, ranks: Callable[..., Ranks]) -> Ranks:
+    return ranks(*request.param)
+
+
+@pytest.fixture(params=anywhere(2))
+def pair_anywhere(request: pytest.FixtureRequest, ranks: Callable[..., Ranks]) -> Ranks:
+    return ranks(*request.param)
+
+
 @pytest.fixture
-def two_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
+def two_ranks(ranks: Callable[..., Ranks]) -> Ranks:
     return ranks(2)
 
 
 @pytest.fixture
-def three_ranks(ranks: Callable[[int], Ranks]) -> Ranks:
+def three_ranks(ranks: Callable[..., Ranks]) -> Ranks:
     return ranks(3)
 
 

@@ -1,8 +1,11 @@
-"""Runs functions of a test file on several ranks at once, over gloo.
+"""Runs functions of a test file on several ranks at once, on the CPU or on GPUs.
 
 Starting a process and importing torch takes seconds, so one set of processes serves many cases:
 ``Ranks.run`` sends them a function by name and its arguments, and returns each rank's result. A
 case that hangs fails within a minute with each rank's stack; processes never outlive their set.
+
+On CUDA a function finds its GPU as the default device. Ranks share GPUs where there are fewer, over
+NCCL as well: good for whether it works, useless for how fast.
 """
 
 import contextlib
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported within a minute
+CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and communicators
 AFTER_FAILURE_SECONDS = 10  # for the others, once a rank has failed
 COLLECTIVE_SECONDS = 40  # a collective gives up before its case does
 
@@ -40,7 +44,7 @@ class Failure:
 
 
 class Ranks:
-    """``world_size`` processes in one gloo group; a context manager."""
+    """``world_size`` processes in one group of torch.distributed; a context manager."""
 
     def __init__(
         self,
@@ -48,8 +52,12 @@ class Ranks:
         env: dict[str, str] | None = None,
         case_seconds: float = CASE_SECONDS,
         collective_seconds: float = COLLECTIVE_SECONDS,
+        backend: str = "gloo",
+        device: str = "cpu",
     ) -> None:
         self.world_size = world_size
+        self.backend = backend
+        self.device = device
         self.env = env or {}
         self.case_seconds = case_seconds
         self.collective_seconds = collective_seconds
@@ -66,7 +74,7 @@ class Ranks:
 
     def start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        store = Path(tempfile.mkdtemp(dir=self.folder.name)) / "store"
+        store = str(Path(tempfile.mkdtemp(dir=self.folder.name)) / "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -74,7 +82,9 @@ class Ranks:
                 args=(
                     rank,
                     self.world_size,
-                    str(store),
+                    self.backend,
+                    self.device,
+                    store,
                     theirs,
                     self._stack(rank),
                     self.env,
@@ -109,13 +119,15 @@ class Ranks:
 
     def outcomes(self, function: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Return each rank's result, or a :class:`Failure`."""
+        seconds = self.case_seconds
         if not self.processes:
             self.start()
+            seconds += CUDA_START_SECONDS if self.device == "cuda" else 0
         target = (function.__code__.co_filename, function.__qualname__, args, kwargs)
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.send(target)
-        deadline = time.monotonic() + self.case_seconds
+        deadline = time.monotonic() + seconds
         outcomes: list[Any] = [None] * self.world_size
         waiting = dict(enumerate(self.pipes))
         while waiting and time.monotonic() < deadline:
@@ -154,6 +166,8 @@ class Ranks:
 def _serve(
     rank: int,
     world_size: int,
+    backend: str,
+    device: str,
     store: str,
     pipe: Any,
     stack: str,
@@ -164,14 +178,18 @@ def _serve(
     stack_file = open(stack, "w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
-    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **env})
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **_nccl_on_shared_gpus(rank), **env})
 
     import torch
     import torch.distributed as dist
+    from torch.utils._pytree import tree_map_only
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        torch.set_default_device("cuda")
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world_size,
@@ -185,12 +203,27 @@ def _serve(
         try:
             torch.manual_seed(0)
             outcome = _load(file, name)(rank, world_size, *args, **kwargs)
+            # Tensors on a GPU would be shared between the processes, for as long as both live.
+            outcome = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), outcome)
         except BaseException as error:
             outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
         try:
             pipe.send(outcome)
         except Exception as error:  # a result that cannot be pickled
             pipe.send(Failure(type(error).__name__, str(error), traceback.format_exc()))
+
+
+def _nccl_on_shared_gpus(rank: int) -> dict[str, str]:
+    """Return what makes NCCL accept several ranks on one GPU: each calls itself another host.
+
+    From 2.30 on it also asks to be told that this is meant.
+    """
+    return {
+        "NCCL_HOSTID": f"rank-{rank}",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_IB_DISABLE": "1",
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    }
 
 
 def _exit_with_parent(parent: int) -> None:

@@ -6,10 +6,12 @@ roundings; what is systematic (an accumulator too short) shows as 5 to 100 times
 
 import pytest
 import torch
-from cases import make_input
+from cases import make_input, make_vector
 from torch import nn
 
 from syncbn import SyncBatchNorm
+
+pytestmark = pytest.mark.usefixtures("each_device")
 
 QUANTITIES = ["output", "grad_input", "grad_weight", "grad_bias", "running_mean", "running_var"]
 
@@ -43,8 +45,8 @@ def train(kind, x, dy, weight, bias, parameter_dtype):
 def test_error_is_at_most_twice_torchs(dtype, parameter_dtype, shape, layout, mean):
     x = make_input(shape, layout, dtype, mean=mean, std=1.0)
     dy = make_input(shape, layout, dtype, mean=0.0, std=1.0, seed=1)
-    generator = torch.Generator().manual_seed(2)
-    weight, bias = torch.randn(2, shape[1], generator=generator).to(parameter_dtype)
+    weight = make_vector(shape[1], parameter_dtype, seed=2)
+    bias = make_vector(shape[1], parameter_dtype, seed=3)
     exact, torchs, ours = (
         train(kind, x, dy, weight, bias, parameter_dtype) for kind in ("exact", "torch", "ours")
     )
@@ -63,11 +65,11 @@ def test_error_in_float64_is_at_most_twice_torchs(shape, layout):
     import numpy as np
 
     x = make_input(shape, layout, torch.float64, std=1.0)
-    wide = np.asarray(x.numpy(), dtype=np.longdouble)
+    wide = np.asarray(x.cpu().numpy(), dtype=np.longdouble)
     assert np.finfo(wide.dtype).eps < 1e-18, "this platform has no wider type"
     mean = wide.mean((0, 2, 3), keepdims=True)
     var = ((wide - mean) ** 2).mean((0, 2, 3), keepdims=True)
     exact = (wide - mean) / np.sqrt(var + np.longdouble(1e-5))
-    ours = SyncBatchNorm(shape[1]).double()(x).detach().numpy()
-    torchs = nn.BatchNorm2d(shape[1]).double()(x).detach().numpy()
+    ours = SyncBatchNorm(shape[1]).double()(x).detach().cpu().numpy()
+    torchs = nn.BatchNorm2d(shape[1]).double()(x).detach().cpu().numpy()
     assert np.abs(ours - exact).max() <= 2 * np.abs(torchs - exact).max()

@@ -6,11 +6,14 @@ from cases import (
     all_cases,
     assert_normalised_close,
     make_input,
+    make_vector,
     per_channel,
     reference_moments,
 )
 
 from syncbn import ops
+
+pytestmark = pytest.mark.usefixtures("each_device")
 
 
 @pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
@@ -20,10 +23,9 @@ def test_grad_input_matches_float64(shape, layout, dtype):
     mean, var = reference_moments(x)
     invstd = (var + 1e-5).rsqrt()
     channels = shape[1]
-    generator = torch.Generator().manual_seed(2)
-    weight = torch.randn(channels, generator=generator, dtype=torch.float64)
+    weight = make_vector(channels, torch.float64, seed=2)
     # Sums and a count as of a larger group: any will do for the formula.
-    sums = torch.randn(2 * channels, generator=generator, dtype=torch.float64) * 5
+    sums = make_vector(2 * channels, torch.float64, seed=3) * 5
     count = torch.tensor([2.0 * x.numel() / channels], dtype=torch.float64)
     grad_input = ops.batch_norm_backward_apply(dy, x, mean, invstd, weight, sums, count)
 

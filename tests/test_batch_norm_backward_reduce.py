@@ -13,6 +13,8 @@ from cases import (
 
 from syncbn import ops
 
+pytestmark = pytest.mark.usefixtures("each_device")
+
 
 @pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
 def test_sums_match_float64(shape, layout, dtype):

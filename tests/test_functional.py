@@ -5,6 +5,8 @@ from cases import make_input
 
 from syncbn import sync_batch_norm
 
+pytestmark = pytest.mark.usefixtures("each_device")
+
 
 def buffers():
     return torch.zeros(3).double(), torch.ones(3).double()

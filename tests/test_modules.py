@@ -110,6 +110,7 @@ def test_old_checkpoint_without_batch_counter_loads():
 
 
 @pytest.mark.works("one process, without `torch.distributed`")
+@pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("training", [True, False])
 def test_one_process_equals_batch_norm(options, training):
@@ -141,6 +142,7 @@ def test_statistics_are_left_alone_when_tracking_is_switched_off():
 @pytest.mark.works(
     "float16, bfloat16, float32, float64; parameters and buffers in it, float32 or float64"
 )
+@pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("buffers", [torch.float32, torch.float64, "input"])
 @pytest.mark.parametrize("parameters", [torch.float32, torch.float64, "input"])
@@ -164,6 +166,7 @@ def test_mixed_dtypes(dtype, parameters, buffers, training):
     torch.testing.assert_close(y.double(), expected, rtol=2 * eps, atol=4 * eps)
 
 
+@pytest.mark.usefixtures("each_device")
 def test_half_module_counts_past_65504():
     x = torch.randn(2, 2, 190, 190).half()  # 72,200 values per channel
     layer = SyncBatchNorm(2).half()

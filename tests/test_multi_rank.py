@@ -93,9 +93,9 @@ def check_results(results, shape, dtype):
 
 @pytest.mark.works("1, 2 and 3 ranks with even, uneven and empty batches, 2-D to 6-D, both layouts")
 @pytest.mark.parametrize(("shape", "layout", "dtype"), LAYERS)
-def test_equals_the_whole_batch(any_world, shape, layout, dtype):
-    for split in SPLITS[any_world.world_size]:
-        results = any_world.run(run_layer, shape, layout, dtype, list(split))
+def test_equals_the_whole_batch(world_anywhere, shape, layout, dtype):
+    for split in SPLITS[world_anywhere.world_size]:
+        results = world_anywhere.run(run_layer, shape, layout, dtype, list(split))
         check_results(results, shape, dtype)
 
 
@@ -113,8 +113,8 @@ def one_value_per_rank(rank, world_size):
     return layer(torch.tensor([[1.0 + rank, 3.0 - rank]])).detach(), layer.running_var
 
 
-def test_one_value_per_rank_is_enough_for_two(two_ranks):
-    results = two_ranks.run(one_value_per_rank)
+def test_one_value_per_rank_is_enough_for_two(pair_anywhere):
+    results = pair_anywhere.run(one_value_per_rank)
     y = torch.cat([r[0] for r in results])
     # mean 1.5 and 2.5, biased variance 0.25, unbiased 0.5; float32 rounding
     torch.testing.assert_close(y, torch.tensor([[-1.0, 1.0], [1.0, -1.0]]) / (1 + 4e-5) ** 0.5)
@@ -130,8 +130,8 @@ def all_empty(rank, world_size, momentum):
 
 @pytest.mark.works("an empty batch on all ranks")
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_all_ranks_empty_update_nothing(any_world, momentum):
-    for state, grad_input, grad_weight, grad_bias in any_world.run(all_empty, momentum):
+def test_all_ranks_empty_update_nothing(world_anywhere, momentum):
+    for state, grad_input, grad_weight, grad_bias in world_anywhere.run(all_empty, momentum):
         fresh = syncbn.SyncBatchNorm(3).state_dict()
         assert all(torch.equal(state[key], fresh[key]) for key in fresh)
         assert grad_input.shape == (0, 3, 4)
@@ -149,8 +149,8 @@ def evaluate_apart(rank, world_size, track):
 
 @pytest.mark.works("evaluation on one rank alone")
 @pytest.mark.parametrize("track", [True, False])
-def test_evaluation_never_communicates(two_ranks, track):
-    assert two_ranks.run(evaluate_apart, track)[0] is True
+def test_evaluation_never_communicates(pair_anywhere, track):
+    assert pair_anywhere.run(evaluate_apart, track)[0] is True
 
 
 def cumulative(rank, world_size):
@@ -162,8 +162,8 @@ def cumulative(rank, world_size):
 
 
 @pytest.mark.works("`momentum=None`")
-def test_cumulative_average_over_ranks(two_ranks):
-    for actual, expected in two_ranks.run(cumulative):
+def test_cumulative_average_over_ranks(pair_anywhere):
+    for actual, expected in pair_anywhere.run(cumulative):
         torch.testing.assert_close(actual, expected)  # float32 rounding
 
 
@@ -176,8 +176,8 @@ def input_without_gradient(rank, world_size):
 
 
 @pytest.mark.works("input that needs a gradient on some ranks only")
-def test_ranks_may_differ_in_what_needs_a_gradient(two_ranks):
-    assert two_ranks.run(input_without_gradient) == [True, False]
+def test_ranks_may_differ_in_what_needs_a_gradient(pair_anywhere):
+    assert pair_anywhere.run(input_without_gradient) == [True, False]
 
 
 def mixed_strides(rank, world_size):
@@ -206,5 +206,5 @@ def mixed_strides(rank, world_size):
 
 
 @pytest.mark.works("inputs and gradients of any strides")
-def test_any_strides(any_world):
-    assert max(any_world.run(mixed_strides)) < 1e-13  # the order of double sums
+def test_any_strides(world_anywhere):
+    assert max(world_anywhere.run(mixed_strides)) < 1e-13  # the order of double sums

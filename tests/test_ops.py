@@ -2,34 +2,10 @@
 
 import pytest
 import torch
-from cases import DTYPES, make_input, reference_moments
-
-from syncbn import ops
-
-OPS = ["batch_norm_stats", "batch_norm_apply", "batch_norm_backward_reduce"]
-OPS += ["batch_norm_backward_apply"]
+from cases import DTYPES, OPS, arguments, make_input, operator
 
 
-def arguments(name, x, parameter_dtype=torch.float32):
-    """Valid arguments of each operator for an input."""
-    channels = x.size(1)
-    totals = ops.batch_norm_stats(x.detach())
-    mean, var = reference_moments(x.detach())
-    vector = torch.ones(channels, dtype=parameter_dtype)
-    running = (vector.clone(), vector.clone(), torch.tensor(0))
-    sums = torch.ones(2 * channels, dtype=torch.float64)
-    return {
-        "batch_norm_stats": (x,),
-        "batch_norm_apply": (x, totals, vector, vector.clone(), *running, None, 1e-5),
-        "batch_norm_backward_reduce": (x.clone(), x, mean, var, vector),
-        "batch_norm_backward_apply": (x.clone(), x, mean, var, vector, sums, totals[-1:].clone()),
-    }[name]
-
-
-def operator(name):
-    return getattr(torch.ops.syncbn, name).default
-
-
+@pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", OPS)
@@ -43,6 +19,7 @@ def test_opcheck(name, layout, dtype):
     )
 
 
+@pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("name", OPS)
 def test_opcheck_without_optional_arguments(name):
     x = make_input((3, 4, 5), "contiguous", torch.float32)
@@ -80,6 +57,7 @@ def test_same_bits_for_any_number_of_threads(name, layout, shape):
         assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
+@pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("name", OPS)
 def test_meta_tensors_compute_shapes(name):
     args = arguments(name, make_input((3, 4, 5), "contiguous", torch.float32))
@@ -96,36 +74,42 @@ def without(args, index, value):
 
 
 X = make_input((3, 4, 5), "contiguous", torch.float32)
+# Made from the input, on its device.
 BAD_ARGUMENTS = [
-    ("batch_norm_stats", 0, X.long(), "expected input of dtype float16, .* but got int64"),
-    ("batch_norm_stats", 0, X[0, 0], "expected input to have at least 2 dimensions, but got 1"),
-    ("batch_norm_stats", 0, X[:, :0], r"at least one channel, but got \[3, 0, 5\]"),
-    ("batch_norm_stats", 0, X[:, :, ::2], "expected input to be contiguous or channels-last"),
-    ("batch_norm_apply", 1, torch.zeros(8).double(), r"expected totals to have shape \[9\]"),
-    ("batch_norm_apply", 1, torch.zeros(9), "expected totals to be contiguous float64"),
-    ("batch_norm_apply", 2, torch.ones(3), r"expected weight to have shape \[4\], but got \[3\]"),
-    ("batch_norm_apply", 3, torch.ones(4).half(), "expected bias to have dtype float32"),
-    ("batch_norm_apply", 4, torch.ones(4, 1), "expected running_mean to have shape"),
-    ("batch_norm_apply", 5, None, "both of running_mean and running_var or neither"),
-    ("batch_norm_apply", 6, torch.tensor(0.0), "expected num_batches_tracked to be one int64"),
-    ("batch_norm_apply", 6, None, "expected num_batches_tracked with a momentum of None"),
-    ("batch_norm_backward_reduce", 0, X.double(), "grad_output to have dtype float32, but got"),
-    ("batch_norm_backward_reduce", 0, X[:2], r"grad_output to have shape \[3, 4, 5\], but got"),
+    ("batch_norm_stats", 0, lambda x: x.long(), "input of dtype float16, .* but got int64"),
+    ("batch_norm_stats", 0, lambda x: x[0, 0], "input to have at least 2 dimensions, but got 1"),
+    ("batch_norm_stats", 0, lambda x: x[:, :0], r"at least one channel, but got \[3, 0, 5\]"),
+    ("batch_norm_stats", 0, lambda x: x[:, :, ::2], "input to be contiguous or channels-last"),
+    ("batch_norm_apply", 1, lambda x: double(x, 8), r"expected totals to have shape \[9\]"),
+    ("batch_norm_apply", 1, lambda x: double(x, 9).float(), "totals to be contiguous float64"),
+    ("batch_norm_apply", 2, lambda x: x[0, 0, :3], r"weight to have shape \[4\], but got \[3\]"),
+    ("batch_norm_apply", 3, lambda x: x[0, :, 0].half(), "expected bias to have dtype float32"),
+    ("batch_norm_apply", 4, lambda x: x[0, :, :1], "expected running_mean to have shape"),
+    ("batch_norm_apply", 5, lambda x: None, "both of running_mean and running_var or neither"),
+    ("batch_norm_apply", 6, lambda x: x[0, 0, 0], "num_batches_tracked to be one int64"),
+    ("batch_norm_apply", 6, lambda x: None, "num_batches_tracked with a momentum of None"),
+    ("batch_norm_backward_reduce", 0, lambda x: x.double(), "grad_output to have dtype float32"),
+    ("batch_norm_backward_reduce", 0, lambda x: x[:2], r"grad_output to have shape \[3, 4, 5\]"),
     (
         "batch_norm_backward_reduce",
         0,
-        X.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
         "expected grad_output to have the layout of input",
     ),
-    ("batch_norm_backward_reduce", 2, torch.zeros(4), "expected mean to be contiguous float64"),
-    ("batch_norm_backward_apply", 5, torch.zeros(4).double(), r"sums to have shape \[8\]"),
-    ("batch_norm_backward_apply", 6, torch.zeros(2).double(), r"count to have shape \[1\]"),
+    ("batch_norm_backward_reduce", 2, lambda x: x[0, :, 0], "mean to be contiguous float64"),
+    ("batch_norm_backward_apply", 5, lambda x: double(x, 4), r"sums to have shape \[8\]"),
+    ("batch_norm_backward_apply", 6, lambda x: double(x, 2), r"count to have shape \[1\]"),
 ]
 
 
-@pytest.mark.parametrize(("name", "index", "value", "message"), BAD_ARGUMENTS)
-def test_bad_argument_is_named(name, index, value, message):
-    args = without(arguments(name, X), index, value)
+def double(x, size):
+    return x.new_zeros(size, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("name", "index", "make", "message"), BAD_ARGUMENTS)
+def test_bad_argument_is_named(each_device, name, index, make, message):
+    x = X.to(each_device)
+    args = without(arguments(name, x), index, make(x))
     with pytest.raises(RuntimeError, match=f"^syncbn::{name}: .*{message}") as error:
         operator(name)(*args)
     assert ".cpp" not in str(error.value) and ".h:" not in str(error.value)

@@ -195,6 +195,7 @@ def test_76927_module_with_a_group_can_be_copied(two_ranks):
     assert two_ranks.run(copy_with_group) == [True, True]
 
 
+@pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_gradient_in_another_layout_costs_one_copy(layout):
     other = "channels_last" if layout == "contiguous" else "contiguous"

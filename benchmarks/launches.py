@@ -1,0 +1,64 @@
+"""Counts what a call makes the GPU do, and where it makes the host wait, by torch's profiler."""
+
+import json
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+_RANGE = "the call whose launches are counted"
+
+
+class Launches(NamedTuple):
+    """Names, in the order of the trace."""
+
+    kernels: list[str]
+    copies: list[str]  # of memory, and settings of it
+    waits: list[str]  # calls of the CUDA runtime or driver that wait for the GPU
+
+
+def record_launches(call: Any) -> Launches:
+    """Return what ``call()`` launches; it should have run before, so that nothing is set up."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
+        # Without acc_events it warns that a second cycle, which there is not, would clear them.
+        with profile(activities=activities, acc_events=True) as profiler:
+            with record_function(_RANGE):
+                call()
+            torch.cuda.synchronize()
+        profiler.export_chrome_trace(str(path))
+        return read_launches(json.loads(path.read_text())["traceEvents"])
+
+
+def read_launches(events: Iterable[Mapping[str, Any]]) -> Launches:
+    """Read them off the events of a trace.
+
+    Raises:
+        ValueError: The trace does not show the call.
+    """
+    complete = [event for event in events if event.get("ph") == "X"]
+    ranges = [
+        event
+        for event in complete
+        if event.get("cat") == "user_annotation" and event["name"] == _RANGE
+    ]
+    if len(ranges) != 1:
+        raise ValueError(f"expected one range {_RANGE!r} in the trace, but got {len(ranges)}")
+    begin = ranges[0]["ts"]
+    end = begin + ranges[0]["dur"]
+
+    def names(*categories: str) -> list[str]:
+        return [event["name"] for event in complete if event.get("cat") in categories]
+
+    waits = [
+        event["name"]
+        for event in complete
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+        and begin <= event["ts"] <= end
+        and "Synchronize" in event["name"]
+    ]
+    return Launches(names("kernel"), names("gpu_memcpy", "gpu_memset"), waits)

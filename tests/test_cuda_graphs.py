@@ -1,0 +1,152 @@
+"""CUDA graphs: what is captured once follows its inputs, its buffers and its stream."""
+
+import copy
+
+import pytest
+import torch
+from cases import make_input
+from torch import nn
+
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_cuda")]
+
+
+def capture(call):
+    """Return a graph of ``call()``, and the results, which each replay writes anew.
+
+    The call has run before, on a stream of its own, so that nothing is set up in the capture.
+    """
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph, results
+
+
+def train(layer, x, dy):
+    y = layer(x)
+    return y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)
+
+
+def same_bits(results, others):
+    return all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(64, 4, 28, 28), (8, 130, 7, 7)])
+def test_replays_follow_inputs_and_running_statistics(shape, layout, dtype, momentum):
+    eager, captured = (SyncBatchNorm(shape[1], momentum=momentum) for _ in range(2))
+    x = make_input(shape, layout, dtype).requires_grad_()
+    dy = make_input(shape, layout, dtype)
+    graph, results = capture(lambda: train(captured, x, dy))
+    captured.reset_running_stats()
+    for seed in range(1, 4):
+        with torch.no_grad():
+            x.copy_(make_input(shape, layout, dtype, mean=seed, seed=seed))
+            dy.copy_(make_input(shape, layout, dtype, seed=10 + seed))
+        graph.replay()
+        assert same_bits(results, train(eager, x, dy))
+        assert same_bits(captured.buffers(), eager.buffers())
+    assert captured.num_batches_tracked.item() == 3
+
+
+def test_empty_batch_in_a_graph_updates_nothing():
+    layer = SyncBatchNorm(3)
+    x = torch.empty(0, 3, 4, 4, requires_grad=True)
+    graph, results = capture(lambda: train(layer, x, torch.empty(0, 3, 4, 4)))
+    graph.replay()
+    assert same_bits(layer.buffers(), SyncBatchNorm(3).buffers())
+    assert not any(result.any() for result in results)
+
+
+def test_78656_empty_rank_in_a_graph_makes_no_nan():
+    """Two ranks of which one is empty, in one process: their messages are added up here."""
+    shape = (4, 3, 5, 5)
+    x, dy = make_input(shape, "contiguous", torch.float32), torch.ones(shape)
+    nothing = torch.empty(0, *shape[1:])
+    layers = [SyncBatchNorm(3, momentum=0.5) for _ in range(2)]
+
+    def both_ranks():
+        totals = ops.batch_norm_stats(x) + ops.batch_norm_stats(nothing)
+        output, *saved = ops.batch_norm_apply(
+            x, totals, None, None, *layers[0].buffers(), 0.5, 1e-5
+        )
+        no_output, *same = ops.batch_norm_apply(
+            nothing, totals, None, None, *layers[1].buffers(), 0.5, 1e-5
+        )
+        mean, invstd, count = saved
+        sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, invstd, None)
+        sums += ops.batch_norm_backward_reduce(nothing, nothing, mean, invstd, None)[0]
+        grad = ops.batch_norm_backward_apply(dy, x, mean, invstd, None, sums, count)
+        no_grad = ops.batch_norm_backward_apply(nothing, nothing, mean, invstd, None, sums, count)
+        return output, no_output, grad, no_grad, *saved, *same
+
+    graph, results = capture(both_ranks)
+    for layer in layers:
+        layer.reset_running_stats()
+    x.copy_(make_input(shape, "contiguous", torch.float32, mean=5.0, seed=1))
+    graph.replay()
+    assert all(torch.isfinite(result).all() for result in results)
+    assert same_bits(results[4:7], results[7:])
+    assert same_bits(layers[0].buffers(), layers[1].buffers())
+    mean, var, tracked = layers[0].buffers()
+    assert tracked.item() == 1
+    # float32 buffers, float sums
+    torch.testing.assert_close(mean, 0.5 * x.mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(var, 0.5 + 0.5 * x.var((0, 2, 3)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(64, 4, 28, 28), (4099, 48)])
+def test_graphs_that_replay_at_once_do_not_disturb_each_other(shape):
+    """Both are captured on the stream that torch captures on, and replayed on two others."""
+    inputs = [make_input(shape, "contiguous", torch.float32, seed=seed) for seed in range(2)]
+    expected = [ops.batch_norm_stats(x) for x in inputs]
+    graphs = [capture(lambda x=x: ops.batch_norm_stats(x)) for x in inputs]
+    torch.cuda.synchronize()
+    found = [[], []]
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # some 30 ms, in which the host launches all below
+    for _ in range(50):
+        for stream, (graph, message), results in zip(streams, graphs, found, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+                results.append(message.clone())
+    torch.cuda.synchronize()
+    for messages, right in zip(found, expected, strict=True):
+        assert all(torch.equal(message, right) for message in messages)
+
+
+def test_make_graphed_callables():
+    torch.manual_seed(0)
+    eager = convert_sync_batchnorm(
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    )
+    model = copy.deepcopy(eager)
+    sample = make_input((16, 6), "contiguous", torch.float32)
+    graphed = torch.cuda.make_graphed_callables(model, (sample,))
+    model[1].reset_running_stats()  # the warm-up has trained on the sample
+    networks = (eager, eager), (model, graphed)
+    for seed in range(1, 4):
+        x = make_input((16, 6), "contiguous", torch.float32, mean=seed, seed=seed)
+        outputs = []
+        for network, run in networks:
+            outputs.append(run(x))
+            outputs[-1].square().mean().backward()
+            with torch.no_grad():
+                for parameter in network.parameters():
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+        # The same kernels, but for what cuBLAS picks: float32 sums of a few values.
+        torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
+    for a, b in zip(model.state_dict().values(), eager.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    assert model[1].num_batches_tracked.item() == 3

@@ -1,0 +1,193 @@
+"""The layer on CUDA: launches, waiting, streams, mixed precision, compilation."""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from cases import make_input
+from torch import nn
+
+from syncbn import SyncBatchNorm, convert_sync_batchnorm
+
+SPEC = importlib.util.spec_from_file_location(
+    "launches", Path(__file__).parent.parent / "benchmarks" / "launches.py"
+)
+launches = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(launches)
+
+# A large one, of which each channel is split over blocks; a small one; and an empty one.
+SHAPES = [(64, 4, 56, 56), (8, 512, 7, 7), (256, 2048), (0, 3, 4, 4)]
+
+
+def step(layer, x, dy):
+    """Forward and backward without accumulating gradients, as two calls."""
+    results = []
+
+    def forward():
+        results[:] = [layer(x)]
+
+    def backward():
+        inputs = [x, *layer.parameters()]
+        results[1:] = torch.autograd.grad(results[0], inputs, dy, retain_graph=True)
+
+    return forward, backward, results
+
+
+def make_step(shape, layout="contiguous", dtype=torch.float32, **options):
+    layer = SyncBatchNorm(shape[1], **options)
+    x = make_input(shape, layout, dtype).requires_grad_()
+    return step(layer, x, make_input(shape, layout, dtype, seed=1))
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_at_most_three_kernels_each_way_and_nothing_else(shape, dtype, momentum):
+    forward, backward, _ = make_step(shape, dtype=dtype, momentum=momentum)
+    for direction in (forward, backward):
+        direction()  # what is set up once
+        found = launches.record_launches(direction)
+        # An empty input launches too: it sends zeros, and updates the running statistics.
+        assert 0 < len(found.kernels) <= 3, found
+        assert all("syncbn" in name for name in found.kernels), found
+        assert found.copies == [] and found.waits == [], found
+
+
+@pytest.mark.cuda
+def test_the_counting_itself():
+    x = torch.rand(1000, device="cuda")
+    y = torch.empty(1000, device="cuda")
+
+    def call():
+        y.zero_()
+        torch.add(x, 1, out=y)
+        y.sum().item()
+
+    call()
+    found = launches.record_launches(call)
+    assert len(found.kernels) >= 2 and len(found.copies) >= 1 and len(found.waits) >= 1, found
+
+
+# torch's own remark on the mode.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.cuda
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_host_never_waits(shape):
+    forward, backward, results = make_step(shape, momentum=None)
+    forward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        forward()
+        backward()
+        with pytest.raises(RuntimeError, match="synchronizing"):  # it would be seen
+            results[0].sum().item()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_training_on_a_side_stream(shape):
+    forward, backward, expected = make_step(shape)
+    forward()
+    backward()
+    x = make_input(shape, "contiguous", torch.float32)
+    late = torch.zeros_like(x).requires_grad_()
+    dy = make_input(shape, "contiguous", torch.float32, seed=1)
+    forward, backward, results = step(SyncBatchNorm(shape[1]), late, dy)
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)  # some 30 ms
+        with torch.no_grad():
+            late.copy_(x)  # whoever runs ahead of this stream sees the zeros
+        forward()
+        backward()
+    side.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_has_the_dtypes_of_batch_norm(each_device, dtype):
+    torch.manual_seed(0)
+    theirs = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    ours = convert_sync_batchnorm(copy.deepcopy(theirs))
+    x = make_input((4, 3, 9, 9), "contiguous", torch.float32)
+    outputs = []
+    for model in (theirs, ours):
+        dtypes = []
+        model[1].register_forward_hook(
+            lambda module, args, output, dtypes=dtypes: dtypes.append((args[0].dtype, output.dtype))
+        )
+        with torch.autocast(each_device.type, dtype):
+            y = model(x)
+        y.float().square().mean().backward()
+        outputs.append((y, dtypes))
+    assert outputs[0][1] == outputs[1][1] == [(dtype, dtype)]
+    # Two layers in 16 bits, of values of order one.
+    eps = 8 * torch.finfo(dtype).eps
+    torch.testing.assert_close(outputs[1][0], outputs[0][0], rtol=eps, atol=eps)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert a.grad.dtype == b.grad.dtype == torch.float32
+        torch.testing.assert_close(a.grad, b.grad, rtol=eps, atol=eps)
+    for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)  # of the same 16-bit input
+
+
+def test_step_that_the_scaler_skips(each_device):
+    """Gradients that overflow cost the step and nothing else; the forward pass was sound."""
+    torch.manual_seed(0)
+    model = convert_sync_batchnorm(
+        nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(each_device.type, init_scale=2.0**40, backoff_factor=2.0**-30)
+    scales = []
+    for seed in range(2):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        with torch.autocast(each_device.type, torch.float16):
+            y = model(make_input((16, 4), "contiguous", torch.float32, seed=seed))
+        scaler.scale(y.float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        changed = [not torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+        assert all(changed) if seed == 1 else not any(changed)
+        assert all(torch.isfinite(buffer).all() for buffer in model[1].buffers())
+        assert model[1].num_batches_tracked.item() == seed + 1
+    assert scales == [2.0**10, 2.0**10]
+
+
+# Of inductor: what it imports, and advice on precision.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script", "ignore:TensorFloat32")
+@pytest.mark.cuda
+@pytest.mark.usefixtures("on_cuda")
+def test_reduce_overhead_equals_eager():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = convert_sync_batchnorm(
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.BatchNorm1d(8))
+    )
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    # An error where the graphs of CUDA would not be used, which is only logged otherwise.
+    with torch._inductor.config.patch("triton.cudagraph_or_error", True):
+        for seed in range(5):
+            x = make_input((16, 6), "contiguous", torch.float32, seed=seed)
+            torch.compiler.cudagraph_mark_step_begin()
+            for network, run in ((eager, eager), (model, compiled)):
+                network.zero_grad(set_to_none=True)
+                run(x).pow(3).sum().backward()
+            pairs = zip(eager.parameters(), model.parameters(), strict=True)
+            for a, b in pairs:
+                torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-3)  # float32 sums
+    for a, b in zip(eager.buffers(), model.buffers(), strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)  # five updates in float32
+    assert model[1].num_batches_tracked.item() == 5

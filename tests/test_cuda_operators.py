@@ -1,0 +1,260 @@
+"""The CUDA operators against the CPU's, and what has no counterpart there.
+
+That they agree with float64, and opcheck, is tested where the CPU operators are.
+"""
+
+import pytest
+import torch
+from cases import (
+    OPS,
+    all_cases,
+    arguments,
+    layouts,
+    make_input,
+    make_vector,
+    operator,
+    per_channel,
+    reference_moments,
+    sum_tolerance,
+)
+
+from syncbn import ops
+
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_cuda")]
+
+# What a grid or a block of threads has to be divided over.
+LARGE_SHAPES = [
+    (16, 70001),  # more channels than a grid has rows
+    (8, 65537, 3),
+    (70001, 2, 3),  # more samples than that
+    (1, 1, 1021, 1031),  # one plane of a prime size for the whole device
+    (64, 4, 56, 56),  # few channels, each split over many blocks
+    (4099, 48),
+]
+SPLIT_SHAPES = [(64, 4, 56, 56), (4099, 48), (8, 300, 7, 7)]
+SLEEP_CYCLES = 50_000_000  # some 30 ms, in which the host launches what is to run at once
+
+
+def run(name, args):
+    """Return an operator's results as a tuple."""
+    result = operator(name)(*args)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def same_bits(results, others):
+    return all(torch.equal(a, b) for a, b in zip(results, others, strict=True))
+
+
+def training_step(x, dy, weight, bias, running_mean, running_var):
+    """Everything that the four operators compute; the running statistics in place."""
+    running = (running_mean, running_var, torch.tensor(0, device=x.device), 0.3, 1e-5)
+    message = ops.batch_norm_stats(x)
+    output, mean, invstd, count = ops.batch_norm_apply(x, message, weight, bias, *running)
+    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(dy, x, mean, invstd, weight)
+    grad_input = ops.batch_norm_backward_apply(dy, x, mean, invstd, weight, sums, count)
+    return {
+        "message": message,
+        "output": output,
+        "mean": mean,
+        "invstd": invstd,
+        "count": count,
+        "sums": sums,
+        "grad_weight": grad_weight,
+        "grad_bias": grad_bias,
+        "grad_input": grad_input,
+        "running_mean": running_mean,
+        "running_var": running_var,
+        "num_batches_tracked": running[2],
+    }
+
+
+@pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases() + all_cases(LARGE_SHAPES))
+def test_results_are_those_of_the_cpu(shape, layout, dtype):
+    parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    inputs = [
+        make_input(shape, layout, dtype),
+        make_input(shape, layout, dtype, mean=0.1, seed=1),
+        *(make_vector(shape[1], parameter_dtype, seed=seed) for seed in (2, 3, 4, 5)),
+    ]
+    on_cpu = [tensor.cpu() for tensor in inputs]
+    assert on_cpu[0].stride() == inputs[0].stride()
+    expected, results = training_step(*on_cpu), training_step(*inputs)
+    bounds = error_bounds(on_cpu[0].double(), on_cpu[1].double(), dtype, expected)
+    for name, right in expected.items():
+        result = results[name]
+        assert result.is_cuda and result.dtype == right.dtype, name
+        assert result.stride() == right.stride(), name
+        error = (result.cpu().double() - right.double()).abs()
+        assert (error <= bounds.get(name, 0.0)).all(), f"{name}: wrong by {error.max()}"
+
+
+def error_bounds(x, dy, dtype, expected):
+    """Twice what the tests of each operator allow, because each side may be wrong by that."""
+    mean, var = reference_moments(x)
+    xhat = (x - per_channel(mean, x)) * per_channel((var + 1e-5).rsqrt(), x)
+    terms = {"grad_bias": dy, "grad_weight": dy * xhat}
+    sums = {name: 2 * sum_tolerance(dtype, values) for name, values in terms.items()}
+    squares = torch.cat([sum_tolerance(dtype, x), sum_tolerance(dtype, x.square())])
+    count = squares.new_zeros(1)  # exact
+    compute_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+
+    def scaled(name, roundings):
+        return roundings * compute_eps * expected[name].double().abs().max().clamp(min=1)
+
+    def rounded(name):
+        return torch.finfo(expected[name].dtype).eps * expected[name].double().abs()
+
+    averages = ("mean", "invstd", "running_mean", "running_var")
+    elementwise = ("output", "grad_input")
+    return {
+        "message": torch.cat([2 * squares, count]),
+        "sums": torch.cat([sums["grad_bias"], sums["grad_weight"]]),
+        **{name: bound + rounded(name) for name, bound in sums.items()},
+        **{name: scaled(name, 64) for name in averages},
+        **{name: scaled(name, 16) + 2 * rounded(name) for name in elementwise},
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "layout"), [(shape, layout) for shape in SPLIT_SHAPES for layout in layouts(shape)]
+)
+@pytest.mark.parametrize("name", OPS)
+def test_same_bits_whatever_runs_beside(name, shape, layout, dtype):
+    x = make_input(shape, layout, dtype)
+    results = []
+    other = torch.cuda.Stream()
+    matrix = torch.rand(512, 512)
+    torch.cuda.synchronize()
+    for attempt in range(20):
+        args = arguments(name, x)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(other):
+            for _ in range(attempt % 5):  # takes multiprocessors away: blocks end in another order
+                matrix @ matrix
+        results.append(run(name, args))
+    assert all(same_bits(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_runs_on_the_current_stream(name):
+    args = arguments(name, make_input((16, 8, 32, 32), "contiguous", torch.float32))
+    expected = run(name, args)
+    values = args[0].clone()
+    args[0].zero_()
+    torch.cuda.synchronize()
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(SLEEP_CYCLES)
+        args[0].copy_(values)  # a kernel on another stream sees the zeros
+        result = run(name, args)
+    side.synchronize()
+    assert same_bits(result, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout"), [(shape, layout) for shape in SPLIT_SHAPES for layout in layouts(shape)]
+)
+@pytest.mark.parametrize("name", ["batch_norm_stats", "batch_norm_backward_reduce"])
+def test_streams_at_once_do_not_disturb_each_other(name, shape, layout):
+    """Blocks that share a channel count themselves; each stream needs counters of its own."""
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    inputs = [
+        arguments(name, make_input(shape, layout, torch.float32, seed=seed))
+        for seed in range(len(streams))
+    ]
+    expected = [run(name, args) for args in inputs]
+    torch.cuda.synchronize()
+    results = [[] for _ in streams]
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(SLEEP_CYCLES)
+    for _ in range(25):
+        for stream, args, found in zip(streams, inputs, results, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(run(name, args))
+    torch.cuda.synchronize()
+    for right, found in zip(expected, results, strict=True):
+        assert all(same_bits(result, right) for result in found)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_device_that_is_not_current(name):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device is here, and this test needs two")
+    x = make_input((16, 8, 32, 32), "contiguous", torch.float32)
+    expected = run(name, arguments(name, x))
+    results = run(name, arguments(name, x.to("cuda:1")))
+    assert torch.cuda.current_device() == 0
+    for a, b in zip(results, expected, strict=True):
+        assert a.device == torch.device("cuda:1")
+        # Another model of GPU may split the sums in another way: float rounding.
+        torch.testing.assert_close(a.to("cuda:0"), b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", OPS[1:])
+def test_mixed_devices_are_an_error(name):
+    args = arguments(name, make_input((3, 4, 5), "contiguous", torch.float32))
+    for index, value in enumerate(args[1:], 1):
+        if isinstance(value, torch.Tensor):
+            mixed = (*args[:index], value.cpu(), *args[index + 1 :])
+            with pytest.raises(RuntimeError, match=f"^syncbn::{name}: .* on the device of input"):
+                run(name, mixed)
+
+
+HUGE = [
+    pytest.param((33, 64, 1024, 1024), "contiguous", id="planar"),
+    pytest.param((33, 64, 1024, 1024), "channels_last", id="channels_last"),
+    pytest.param((2**25 + 1, 65), "contiguous", id="2-D"),
+    pytest.param((3, 1, 2**15, 2**15), "contiguous", id="one channel"),
+]
+
+
+@pytest.mark.parametrize(("shape", "layout"), HUGE)
+def test_more_than_2_to_the_31_elements(shape, layout):
+    """In pieces of fewer elements, which the other tests have seen to be right."""
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    if free < 40 * 2**30:
+        pytest.skip(f"40 GiB of GPU memory are needed, and {free / 2**30:.0f} are free")
+    check_in_pieces(shape, layout)
+
+
+def check_in_pieces(shape, layout):
+    x, dy = random_tensor(shape, layout), random_tensor(shape, layout)
+    rest = (None,) * 5
+    message = ops.batch_norm_stats(x)
+    pieces = list(zip(x.chunk(3), dy.chunk(3), strict=True))
+    expected = sum(ops.batch_norm_stats(piece) for piece, _ in pieces)
+    assert message[-1] == expected[-1] == x.numel() // shape[1]
+    # Values of order one: float sums of up to 64, see sum_tolerance in cases.py, on either side.
+    bound = 2 * 32 * torch.finfo(torch.float32).eps * message[-1]
+    assert ((message - expected).abs() <= bound).all()
+
+    output, mean, invstd, count = ops.batch_norm_apply(x, message, *rest, 0.1, 1e-5)
+    for (piece, _), part in zip(pieces, output.chunk(3), strict=True):
+        right, *_ = ops.batch_norm_apply(piece, message, *rest, 0.1, 1e-5)
+        assert_one_rounding_apart(part, right)
+    del output, part, right
+
+    sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, invstd, None)
+    expected = sum(
+        ops.batch_norm_backward_reduce(dpiece, piece, mean, invstd, None)[0]
+        for piece, dpiece in pieces
+    )
+    assert ((sums - expected).abs() <= bound).all()
+
+    grad_input = ops.batch_norm_backward_apply(dy, x, mean, invstd, None, sums, count)
+    for (piece, dpiece), part in zip(pieces, grad_input.chunk(3), strict=True):
+        right = ops.batch_norm_backward_apply(dpiece, piece, mean, invstd, None, sums, count)
+        assert_one_rounding_apart(part, right)
+
+
+def random_tensor(shape, layout):
+    memory_format = torch.channels_last if layout == "channels_last" else torch.contiguous_format
+    return torch.empty(shape, dtype=torch.bfloat16, memory_format=memory_format).normal_()
+
+
+def assert_one_rounding_apart(a, b):
+    eps = torch.finfo(a.dtype).eps
+    assert ((a - b).abs() <= eps * b.abs() + 1e-6).all()

@@ -1,0 +1,223 @@
+"""Several ranks on CUDA, over gloo and over NCCL, be it that they share one GPU.
+
+The layer on several ranks against the whole batch is in test_multi_rank.py.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import make_input
+from ranks import Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
+
+pytestmark = pytest.mark.cuda
+
+ON_CUDA = [(2, "gloo", "cuda"), (2, "nccl", "cuda"), (3, "nccl", "cuda")]
+
+
+@pytest.fixture(params=ON_CUDA, ids=lambda world: "world{}-{}".format(*world))
+def world(request, ranks):
+    return ranks(*request.param)
+
+
+@pytest.fixture
+def pair(ranks):
+    return ranks(2, "nccl", "cuda")
+
+
+def train_beside_torchs(rank, world_size, shape, layout, dtype):
+    """One step of our layer and one of torch's, each rank on a batch of another size."""
+    shape = (shape[0] + rank, *shape[1:])
+    dy = make_input(shape, layout, dtype, mean=0.1, seed=10 + rank)
+    results = []
+    for kind in (SyncBatchNorm, nn.SyncBatchNorm):
+        layer = kind(shape[1])
+        with torch.no_grad():
+            layer.weight.copy_(torch.linspace(0.5, 1.5, shape[1]))
+        x = make_input(shape, layout, dtype, seed=rank).requires_grad_()
+        y = layer(x)
+        y.backward(dy)
+        gradients = (x.grad, layer.weight.grad, layer.bias.grad)
+        results.append([y.detach(), *gradients, *layer.buffers()])
+    assert all(tensor.is_cuda for tensor in results[0])
+    return results
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "dtype"),
+    [
+        ((4, 8, 6, 6), "contiguous", torch.float32),
+        ((4, 8, 6, 6), "channels_last", torch.bfloat16),
+        ((5, 33), "contiguous", torch.float32),
+    ],
+)
+def test_results_are_those_of_torchs_layer(world, shape, layout, dtype):
+    # Both round their outputs to dtype, and work in float32 on sums of a few hundred values.
+    eps = max(1e-5, 2 * torch.finfo(dtype).eps)
+    for ours, theirs in world.run(train_beside_torchs, shape, layout, dtype):
+        for a, b in zip(ours[:2], theirs[:2], strict=True):
+            torch.testing.assert_close(a, b, rtol=eps, atol=eps)
+        for a, b in zip(ours[2:], theirs[2:], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+def build(name):
+    torch.manual_seed(0)
+    with torch.device("cpu"):  # the same parameters on every device
+        if name == "resnet18":
+            import torchvision
+
+            model = torchvision.models.resnet18(num_classes=10)
+        else:
+            model = nn.Sequential(
+                nn.Conv2d(3, 8, 3, stride=2, bias=False),
+                nn.BatchNorm2d(8),
+                nn.ReLU(),
+                nn.Conv2d(8, 12, 3, bias=False),
+                nn.BatchNorm2d(12),
+                nn.ReLU(),
+                nn.AdaptiveAvgPool2d(1),
+                nn.Flatten(),
+                nn.Linear(12, 10),
+            )
+    return model.double().to(torch.get_default_device())
+
+
+def train(model, share):
+    """Two steps on a share of each batch; return the losses and the state."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(2):
+        x = make_input((6, 3, 64, 64), "contiguous", torch.float64, seed=step)
+        target = torch.arange(6) * (3 + 4 * step) % 10
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x[share]), target[share]).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def train_share(rank, world_size, name):
+    model = DistributedDataParallel(convert_sync_batchnorm(build(name)))
+    return train(model, slice(rank * 6 // world_size, (rank + 1) * 6 // world_size))
+
+
+@pytest.mark.parametrize("name", ["small", "resnet18"])
+def test_ddp_training_equals_that_of_the_whole_batch(world, name):
+    if name == "resnet18" and importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    expected = train(build(name), slice(0, 6))
+    for state in world.run(train_share, name):
+        for key, value in expected.items():
+            # float64; two steps through some twenty layers that divide by small variances
+            torch.testing.assert_close(
+                state[f"module.{key}"], value, rtol=1e-9, atol=1e-11, msg=key
+            )
+
+
+def withdraw(rank, world_size):
+    layer = SyncBatchNorm(3)
+    x = make_input((4, 3), "contiguous", torch.float32, seed=rank)
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    if rank == 1:
+        with pytest.raises(TypeError, match="but got int64"):
+            layer(x.long())
+        return True
+    y = layer(x)
+    unchanged = [torch.equal(value, before[key]) for key, value in layer.state_dict().items()]
+    return y.isnan().all().item() and all(unchanged)
+
+
+def test_rank_that_withdraws_makes_the_others_nan_and_changes_nothing(world):
+    """CUDA never waits to see the count, so that there is nobody to raise an error."""
+    assert world.run(withdraw) == [True] * world.world_size
+
+
+def train_without_waiting(rank, world_size):
+    layer = SyncBatchNorm(8)
+    x = make_input((4, 8, 6, 6), "contiguous", torch.float32, seed=rank).requires_grad_()
+    layer(x).sum().backward()  # the first one meets the other ranks
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return True
+
+
+def test_host_never_waits_for_the_collectives(pair):
+    assert pair.run(train_without_waiting) == [True, True]
+
+
+def replay(rank, world_size):
+    """Forward and backward in a graph, with the collectives, while rank 1 has no samples."""
+    group = dist.new_group()
+    shape = (4 * (1 - rank), 3, 5, 5)
+    x = make_input(shape, "contiguous", torch.float32).requires_grad_()
+    dy = make_input(shape, "contiguous", torch.float32, seed=1)
+    eager, captured = (SyncBatchNorm(3, process_group=group) for _ in range(2))
+
+    def step(layer):
+        y = layer(x)
+        return y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # NCCL sets up in the first
+            step(captured)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # NCCL's watchdog asks for events from a thread of its own, which a global capture forbids.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = step(captured)
+    captured.reset_running_stats()
+    same = []
+    for seed in range(1, 4):
+        with torch.no_grad():
+            x.copy_(make_input(shape, "contiguous", torch.float32, mean=seed, seed=seed))
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = step(eager)
+        same += [torch.equal(a, b) for a, b in zip(results, expected, strict=True)]
+        same += [
+            torch.equal(a, b) for a, b in zip(captured.buffers(), eager.buffers(), strict=True)
+        ]
+        same += [torch.isfinite(result).all().item() for result in results]
+    return same
+
+
+def test_graph_with_collectives_and_an_empty_rank():
+    # A world of its own: a communicator that was in a graph must not be in other tests' way.
+    with Ranks(2, backend="nccl", device="cuda", case_seconds=90) as own:
+        for same in own.run(replay):
+            assert all(same), same
+
+
+def compile_and_train(rank, world_size):
+    torch._dynamo.reset()
+
+    def layer(x, mean, var):
+        return sync_batch_norm(x, mean, var, training=True)
+
+    compiled = torch.compile(layer, fullgraph=True)
+    errors = []
+    for seed in range(2):
+        x = make_input((4, 3, 6), "contiguous", torch.float64, seed=2 * seed + rank)
+        results = []
+        for function in (layer, compiled):
+            leaf = x.clone().requires_grad_()
+            running = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
+            y = function(leaf, *running)
+            y.pow(3).sum().backward()
+            results.append((y.detach(), leaf.grad, *running))
+        errors += [(a - b).abs().max().item() for a, b in zip(*results, strict=True)]
+    return max(errors)
+
+
+def test_compiled_equals_eager(pair):
+    assert max(pair.run(compile_and_train)) < 1e-12  # float64, in another order of operations
