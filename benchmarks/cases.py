@@ -1,4 +1,4 @@
-"""What is measured: the cases that every device is timed on, and the suites of different length."""
+"""What is measured: the cases that CPUs and GPUs are timed on, and suites of different length."""
 
 import math
 from dataclasses import dataclass
@@ -23,6 +23,9 @@ class Case:
     shape: tuple[int, ...]
     dtype: str
     layout: str
+    # Of a part of a net: the net as a case of its own, and how many such layers it has.
+    net: "Case | None" = None
+    layers: int = 1
 
     @property
     def num_bytes(self) -> int:
@@ -31,8 +34,9 @@ class Case:
 
     def tensor(self, device: torch.device, seed: int = 0) -> Tensor:
         """Return normally distributed values."""
-        generator = torch.Generator().manual_seed(seed)
-        values = torch.randn(self.shape, generator=generator).to(device, DTYPES[self.dtype])
+        generator = torch.Generator(device).manual_seed(seed)
+        values = torch.randn(self.shape, generator=generator, device=device)
+        values = values.to(DTYPES[self.dtype])
         if self.layout == "channels_last":
             values = values.contiguous(memory_format=torch.channels_last)
         return values
@@ -54,6 +58,39 @@ class Suite:
 def _grid(name: str, shape: tuple[int, ...], *dtypes: str) -> list[Case]:
     layouts = LAYOUTS if len(shape) == 4 else LAYOUTS[:1]
     return [Case(name, shape, dtype, layout) for dtype in dtypes for layout in layouts]
+
+
+# The batch norm layers of ResNet-50 for images of 224x224: how many there are of each shape.
+RESNET50 = (
+    (1, 64, 112),
+    (6, 64, 56),
+    (4, 256, 56),
+    (1, 128, 56),
+    (7, 128, 28),
+    (5, 512, 28),
+    (1, 256, 28),
+    (11, 256, 14),
+    (7, 1024, 14),
+    (1, 512, 14),
+    (5, 512, 7),
+    (4, 2048, 7),
+)
+
+
+def _net(
+    name: str, shape: tuple[int, ...], parts: tuple[tuple[int, int, int], ...], *kind: str
+) -> list[Case]:
+    """Return the layers of a net for images of ``shape``, of a kind: dtype and layout."""
+    dtype, layout = kind
+    net = Case(name, shape, dtype, layout)
+    return [
+        Case(name, (shape[0], channels, size, size), dtype, layout, net, layers)
+        for layers, channels, size in parts
+    ]
+
+
+def _resnet50(images: int, *kind: str) -> list[Case]:
+    return _net(f"ResNet-50 x{images}", (images, 3, 224, 224), RESNET50, *kind)
 
 
 # Sizes are those of one tensor in float32. What fits no cache is bound by memory; a cache of the
@@ -104,5 +141,64 @@ SUITES = {
         accuracy_shapes=((2, 3, 5, 7),),
         ratios=(1, 1e3),
         seeds=2,
+    ),
+}
+
+# Beside ResNet-50, small maps, which are bound by latency, and what leaves torch's kernels with few
+# blocks.
+_GPU_DTYPES = ("float32", "bfloat16", "float16")
+_GPU_SMALL = (
+    *_grid("maps 7x7", (8, 512, 7, 7), *_GPU_DTYPES),
+    *_grid("2-D", (256, 2048), *_GPU_DTYPES),
+    *_grid("16 channels", (32, 16, 112, 112), *_GPU_DTYPES),
+)
+
+CUDA_SUITES = {
+    "full": Suite(
+        cases=(
+            *(
+                case
+                for images in (32, 256)
+                for dtype in _GPU_DTYPES
+                for layout in LAYOUTS
+                for case in _resnet50(images, dtype, layout)
+            ),
+            *_GPU_SMALL,
+        ),
+        repeats=21,
+        sample_seconds=0.004,
+        worlds=(2, 4, 8),
+        accuracy_shapes=((4, 16, 7, 7), (8, 128, 28, 28), (256, 2048)),
+        ratios=(1, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6),
+        seeds=3,
+    ),
+    "quick": Suite(
+        cases=(
+            *(
+                case
+                for images in (32, 256)
+                for kind in (("float32", "contiguous"), ("bfloat16", "channels_last"))
+                for case in _resnet50(images, *kind)
+            ),
+            *(case for case in _GPU_SMALL if case.dtype != "float16"),
+        ),
+        repeats=9,
+        sample_seconds=0.002,
+        worlds=(2, 4, 8),
+        accuracy_shapes=((4, 16, 7, 7),),
+        ratios=(1, 1e3, 1e6),
+        seeds=1,
+    ),
+    "tiny": Suite(
+        cases=(
+            *_net("tiny net", (2, 3, 9, 9), ((1, 4, 9), (3, 5, 4)), "float32", "contiguous"),
+            *_grid("tiny 2-D", (4, 5), "bfloat16"),
+        ),
+        repeats=3,
+        sample_seconds=0.0001,
+        worlds=(1, 2),
+        accuracy_shapes=((2, 3, 5, 7),),
+        ratios=(1,),
+        seeds=1,
     ),
 }

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from cases import Case, Suite
 from rows import Row, spread
-from timer import CPU, Call, interleave
+from timer import Call, host_clock, interleave
 from torch import Tensor, nn
 
 import syncbn
@@ -28,6 +28,10 @@ OPERATOR_PASSES = {
     "batch_norm_backward_reduce": 2,
     "batch_norm_backward_apply": 3,
 }
+
+
+# Next to nothing to compute.
+OVERHEAD = Case("overhead", (8, 16, 4, 4), "float32", "contiguous")
 
 
 class Buffers(NamedTuple):
@@ -48,18 +52,13 @@ class Setting(NamedTuple):
     allocator: str
 
 
-def make_buffers(case: Case, device: torch.device) -> Iterator[Buffers]:
-    """Return an endless sequence of buffers to take in turn.
+def make_buffers(case: Case, device: torch.device, number: int = 1) -> Iterator[Buffers]:
+    """Return an endless sequence of so many buffers, taken in turn.
 
-    On the CPU always the same: small tensors stay in the caches, as they do in a net. On CUDA,
-    untested on a GPU: together four times the L2 cache, so that nothing is found there.
+    With one, small tensors stay in the caches, as they do in a net.
     """
-    count = 1
-    if device.type == "cuda":
-        l2 = torch.cuda.get_device_properties(device).L2_cache_size
-        count = 1 + 4 * l2 // case.num_bytes
     buffers = []
-    for seed in range(count):
+    for seed in range(number):
         x, dy = case.tensor(device, 2 * seed), case.tensor(device, 2 * seed + 1)
         buffers.append(Buffers(x, x.detach().requires_grad_(), dy, torch.empty_like(x)))
     return itertools.cycle(buffers)
@@ -71,39 +70,43 @@ def layer_rows(case: Case, setting: Setting) -> Iterator[Row]:
     turns = make_buffers(case, setting.device)
     for quantity, passes in LAYER_PASSES.items():
         backward = quantity != "forward"
-        variants = {name: _step(layer, turns, backward) for name, layer in layers.items()}
-        variants["copy"] = _copy(turns)
-        samples = _interleave(variants, setting, setting.device)
+        variants = {name: step_call(layer, turns, backward) for name, layer in layers.items()}
+        variants["copy"] = copy_call(turns)
+        samples = _interleave(variants, setting)
         samples["copy"] = [passes / 2 * seconds for seconds in samples["copy"]]
         pairs = [("copy", "syncbn"), ("copy", "torch")]
-        yield from _rows("layer", case, quantity, samples, setting, pairs)
+        yield from timed_rows("layer", case, quantity, samples, setting, pairs)
 
 
 def overhead_rows(setting: Setting) -> Iterator[Row]:
-    """Time what the host takes for a training step of a layer with next to nothing to compute."""
-    case = Case("overhead", (8, 16, 4, 4), "float32", "contiguous")
+    """Time what the host takes for a training step of a layer."""
+    case = OVERHEAD
     turns = make_buffers(case, setting.device)
     layers = _layers(case, setting.device)
-    variants = {name: _step(layer, turns, True) for name, layer in layers.items()}
-    samples = _interleave(variants, setting, CPU)
-    yield from _rows("overhead", case, "forward+backward", samples, setting, [])
+    variants = {name: step_call(layer, turns, True) for name, layer in layers.items()}
+    samples = _interleave(variants, setting)
+    yield from timed_rows("overhead", case, "forward+backward", samples, setting, [])
 
 
 def operator_rows(case: Case, setting: Setting) -> Iterator[Row]:
     """Time each operator and the copy of as many bytes as it moves."""
     turns = make_buffers(case, setting.device)
-    calls = _operators(case, setting.device, turns)
-    samples = _interleave({**calls, "copy": _copy(turns)}, setting, setting.device)
+    calls = operator_calls(case, setting.device, turns)
+    samples = _interleave({**calls, "copy": copy_call(turns)}, setting)
     for name, passes in OPERATOR_PASSES.items():
         copy = [passes / 2 * seconds for seconds in samples["copy"]]
         both = {"syncbn": samples[name], "copy": copy}
-        yield from _rows("operators", case, name, both, setting, [("copy", "syncbn")])
+        yield from timed_rows("operators", case, name, both, setting, [("copy", "syncbn")])
+
+
+def parameter_dtype(case: Case) -> torch.dtype:
+    """As in mixed precision: float32 with inputs of 16 bits."""
+    return torch.float64 if case.dtype == "float64" else torch.float32
 
 
 def _layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
     channels = case.shape[1]
-    # As in mixed precision: parameters in float32 with inputs of 16 bits.
-    dtype = torch.float64 if case.dtype == "float64" else torch.float32
+    dtype = parameter_dtype(case)
     theirs = nn.BatchNorm1d if len(case.shape) == 2 else nn.BatchNorm2d
     return {
         "syncbn": syncbn.SyncBatchNorm(channels, device=device, dtype=dtype),
@@ -112,7 +115,8 @@ def _layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
     }
 
 
-def _step(layer: nn.Module, turns: Iterator[Buffers], backward: bool) -> Call:
+def step_call(layer: nn.Module, turns: Iterator[Buffers], backward: bool) -> Call:
+    """Return a training step, or its forward pass alone."""
     parameters = list(layer.parameters())
 
     def forward() -> Tensor:
@@ -127,7 +131,9 @@ def _step(layer: nn.Module, turns: Iterator[Buffers], backward: bool) -> Call:
     return both if backward else forward
 
 
-def _copy(turns: Iterator[Buffers]) -> Call:
+def copy_call(turns: Iterator[Buffers]) -> Call:
+    """Return the copy of a tensor into memory that is there."""
+
     def copy() -> Tensor:
         buffers = next(turns)
         return buffers.out.copy_(buffers.x)
@@ -135,9 +141,9 @@ def _copy(turns: Iterator[Buffers]) -> Call:
     return copy
 
 
-def _operators(case: Case, device: torch.device, turns: Iterator[Buffers]) -> dict[str, Call]:
-    channels = case.shape[1]
-    dtype = torch.float64 if case.dtype == "float64" else torch.float32
+def operator_calls(case: Case, device: torch.device, turns: Iterator[Buffers]) -> dict[str, Call]:
+    """Return a call of each operator by its name."""
+    channels, dtype = case.shape[1], parameter_dtype(case)
     weight, bias, running_mean, running_var = torch.ones(4, channels, dtype=dtype, device=device)
     steps = torch.zeros((), dtype=torch.int64, device=device)
     first = next(turns)
@@ -163,14 +169,12 @@ def _operators(case: Case, device: torch.device, turns: Iterator[Buffers]) -> di
     return dict(zip(OPERATOR_PASSES, (stats, apply, reduce, backward_apply), strict=True))
 
 
-def _interleave(
-    variants: dict[str, Call], setting: Setting, clock: torch.device
-) -> dict[str, list[float]]:
-    suite = setting.suite
-    return interleave(variants, clock, suite.repeats, suite.sample_seconds)
+def _interleave(variants: dict[str, Call], setting: Setting) -> dict[str, list[float]]:
+    clocks = dict.fromkeys(variants, host_clock)
+    return interleave(variants, clocks, setting.suite.repeats, setting.suite.sample_seconds)
 
 
-def _rows(
+def timed_rows(
     benchmark: str,
     case: Case,
     quantity: str,

@@ -41,7 +41,12 @@ def _bars(rows: list[Row], series: dict[str, list[Row]], title: str, mark: str) 
 
 def draw(path: Path) -> list[Path]:
     """Draw both figures: the speed against torch, and as a fraction of copying."""
-    rows = [row for row in read(path) if row.allocator == "tuned"]
+    results = [row for row in read(path) if row.allocator == "tuned"]
+    theirs = "BatchNorm"
+    if any(row.benchmark == "launches" for row in results):  # on CUDA
+        theirs = "SyncBatchNorm"
+    # Of a net all layers together.
+    rows = [row for row in results if row.benchmark in ("layer", "operators")]
     against_torch = [r for r in rows if r.benchmark == "layer" and r.variant == "torch/syncbn"]
     threads = sorted({row.threads for row in against_torch})
     ratio = {
@@ -57,7 +62,7 @@ def draw(path: Path) -> list[Path]:
 
     drawn = []
     for name, figure in (
-        ("torch", _bars(against_torch, ratio, "Speed of syncbn", "times torch's BatchNorm")),
+        ("torch", _bars(against_torch, ratio, "Speed of syncbn", f"times torch's {theirs}")),
         ("copy", _bars(against_copy, copy, "Speed of syncbn", "fraction of copying's speed")),
     ):
         drawn.append(path.with_name(f"{path.stem}-{name}.png"))

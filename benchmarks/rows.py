@@ -30,7 +30,9 @@ def spread(samples: Sequence[float]) -> Spread:
 class Row:
     """One measured, counted or projected number, and where it is from."""
 
-    benchmark: str  # layer, operators, overhead, scaling or accuracy
+    # layer, operators, overhead, scaling or accuracy; on CUDA also launches and collectives. A net
+    # is the sum of its layers, which are in "layer of a net" and "operators of a net".
+    benchmark: str
     case: str
     dtype: str
     layout: str

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import os
 import platform
 import re
 import subprocess
@@ -43,11 +44,14 @@ def _cpu_model() -> str:
 
 @functools.cache
 def _commit() -> str:
-    """Return the commit of this checkout, marked if files differ from it."""
+    """Return the commit of this checkout, marked if files differ from it.
+
+    A copy of the files without git can be told by the environment variable SYNCBN_COMMIT.
+    """
     result = subprocess.run(
         ["git", "describe", "--always", "--exclude=*", "--dirty"],
         cwd=Path(__file__).parent,
         capture_output=True,
         text=True,
     )
-    return result.stdout.strip() or "unknown"
+    return result.stdout.strip() or os.environ.get("SYNCBN_COMMIT") or "unknown"

@@ -18,6 +18,18 @@ COLUMNS = {
 }
 
 
+OPERATORS = (
+    "batch_norm_stats",
+    "batch_norm_apply",
+    "batch_norm_backward_reduce",
+    "batch_norm_backward_apply",
+)
+
+_ON_CPU = ", {threads} threads: how many times as fast as torch's BatchNorm training is,"
+_ON_CUDA = """, a group of one rank over NCCL: how many times as fast as torch's
+SyncBatchNorm training is (ResNet-50: all 53 of its batch norm layers for so many images),"""
+
+
 def text(results: list[list[Row]]) -> str:
     """Return what stands between the markers: a table for each device, or how to get one."""
     return "\n".join(_device(rows) for rows in results) or NO_RESULTS
@@ -35,16 +47,17 @@ def _device(rows: list[Row]) -> str:
     }
     cases = dict.fromkeys((row.case, row.shape) for row in shown.values() if _is_layer(row))
     first = rows[0]
-    overhead = next(
-        row.median for key, row in shown.items() if key[0] == "overhead" and key[-1] == "syncbn"
-    )
+    overhead = {key[-1]: row.median for key, row in shown.items() if key[0] == "overhead"}
     noise = [abs(r.median - 1) for r in shown.values() if r.variant == "syncbn again/syncbn"]
+    on_cuda = any(row.benchmark == "launches" for row in rows)
+    subject = _ON_CUDA if on_cuda else _ON_CPU.format(threads=threads)
     lines = [
-        f"{first.device}, {threads} threads: how many times as fast as torch's BatchNorm training",
-        "is, forward and backward, and in brackets the fraction of the speed of copying the same",
+        f"{first.device}{subject}",
+        "forward and backward, and in brackets the fraction of the speed of copying the same",
         f"bytes. Two measurements of the same differ by up to {max(noise):.0%}; the host takes",
-        f"{overhead:.0f} us for a step of a tiny layer. Measured on {first.date} at commit",
-        f"{first.commit} with torch {first.torch}.",
+        f"{overhead['syncbn']:.0f} us for a step of a tiny layer, with torch's layer "
+        f"{overhead['torch']:.0f}. Measured on {first.date} at",
+        f"commit {first.commit} with torch {first.torch}.",
         "",
         f"| case | shape | {' | '.join(COLUMNS.values())} |",
         "|---|---|" + "---|" * len(COLUMNS),
@@ -59,7 +72,30 @@ def _device(rows: list[Row]) -> str:
             else:
                 cells.append(f"{speed.median:.2f} ({copy.median:.0%})")
         lines.append(f"| {case} | {shape} | {' | '.join(cells)} |")
+    if on_cuda:
+        lines += ["", *_operators_of_nets(rows)]
     return "\n".join(lines) + "\n"
+
+
+def _operators_of_nets(rows: list[Row]) -> list[str]:
+    """Return the table of the operators' speed over all layers of a net."""
+    nets = dict.fromkeys(row.case for row in rows if row.benchmark == "operators of a net")
+    speed = {
+        (row.case, row.quantity, row.dtype, row.layout): f"{row.median:.0%}"
+        for row in rows
+        if row.benchmark == "operators" and row.variant == "copy/syncbn"
+    }
+    lines = [
+        "Each operator's share of the speed of copying as many bytes as it moves:",
+        "",
+        f"| layers of | operator | {' | '.join(COLUMNS.values())} |",
+        "|---|---|" + "---|" * len(COLUMNS),
+    ]
+    for net in nets:
+        for operator in OPERATORS:
+            cells = [speed.get((net, operator, *kind), "") for kind in COLUMNS]
+            lines.append(f"| {net} | {operator} | {' | '.join(cells)} |")
+    return lines
 
 
 def _is_layer(row: Row) -> bool:

@@ -1,4 +1,4 @@
-"""Runs the timings under the allocator that this process was started with; run.py starts it."""
+"""Times on the CPU, under the allocator that this process was started with; run.py starts it."""
 
 import sys
 from collections.abc import Iterator
@@ -10,6 +10,8 @@ from cases import SUITES
 from layer import Setting, layer_rows, operator_rows, overhead_rows
 from rows import Row, write
 from stamp import stamp
+
+CPU = torch.device("cpu")
 
 # glibc hands the pages of large freed tensors back to the system, and each output that is
 # allocated after that costs a page fault every 4 kB: as long as the work itself. These keep the
@@ -33,14 +35,14 @@ def touch_memory(tensor_bytes: int) -> None:
     torch.zeros(16 * tensor_bytes, dtype=torch.uint8)
 
 
-def timing_rows(suite_name: str, device: torch.device, allocator: str) -> Iterator[Row]:
+def timing_rows(suite_name: str, allocator: str) -> Iterator[Row]:
     """Time everything by one thread and by all; with the default allocator the layer by all."""
     suite = SUITES[suite_name]
     every = torch.get_num_threads()
-    threads = {1, every} if allocator == "tuned" and device.type == "cpu" else {every}
+    threads = {1, every} if allocator == "tuned" else {every}
     for number in sorted(threads):
         torch.set_num_threads(number)
-        setting = Setting(suite, device, number, allocator)
+        setting = Setting(suite, CPU, number, allocator)
         for case in suite.cases:
             yield from layer_rows(case, setting)
             if allocator == "tuned":
@@ -49,16 +51,15 @@ def timing_rows(suite_name: str, device: torch.device, allocator: str) -> Iterat
     torch.set_num_threads(every)
 
 
-def main(path: str, suite_name: str, device_type: str, allocator: str) -> None:
+def main(path: str, suite_name: str, allocator: str) -> None:
     """Append the rows to the file."""
-    device = torch.device(device_type)
     store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs do not export it
     # A group of one: what a layer asks of torch.distributed is asked, and nothing is sent.
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     if allocator == "tuned":
         touch_memory(max(case.num_bytes for case in SUITES[suite_name].cases))
-    rows = timing_rows(suite_name, device, allocator)
-    write(Path(path), (stamp(row, device) for row in rows))
+    rows = timing_rows(suite_name, allocator)
+    write(Path(path), (stamp(row, CPU) for row in rows))
     dist.destroy_process_group()
 
 

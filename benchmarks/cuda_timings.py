@@ -1,0 +1,269 @@
+"""Times layers and operators on a GPU: ``cuda_timings.py FILE.csv SUITE``; run.py starts it.
+
+``syncbn`` is our layer and ``torch`` the kernels of torch.nn.SyncBatchNorm, both in an NCCL group
+of one rank. Alone neither would use the group; here both send their messages, which reach nobody:
+what other ranks add is measured where there are several GPUs, in collective_times.py.
+
+Layers are timed as they train, between two events: the GPU's time, or the host's where that is
+longer. Operators and copies are launched while the GPU still sleeps, so that it is theirs alone.
+Each call takes the next of several inputs and leaves its results in memory of their own, together
+at least four times the L2 cache, so that nothing is found there.
+"""
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from cases import CUDA_SUITES, Case, Suite
+from collective_times import collective_rows
+from launches import Launches, record_launches
+from layer import (
+    LAYER_PASSES,
+    OPERATOR_PASSES,
+    OVERHEAD,
+    Buffers,
+    Setting,
+    copy_call,
+    make_buffers,
+    operator_calls,
+    parameter_dtype,
+    step_call,
+    timed_rows,
+)
+from rows import Row, write
+from stamp import stamp
+from timer import Call, Clock, host_clock, interleave
+from torch import Tensor, nn
+from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
+
+import syncbn
+from syncbn import collectives
+
+Samples = dict[str, list[float]]  # seconds of each variant, round by round
+
+CUDA = torch.device("cuda")
+SLEEP_CYCLES_PER_SECOND = 2e9  # at least: of slower GPUs the sleep takes longer
+LAUNCHES_AHEAD = 400  # a stream takes about a thousand before the host has to wait
+
+
+class TorchLayer(nn.SyncBatchNorm):
+    """torch.nn.SyncBatchNorm that synchronises in a group of one as well."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Run what torch's layer runs when it trains in a larger group."""
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        buffers = (self.running_mean, self.running_var, self.eps, self.momentum)
+        output: Tensor = TorchSyncBatchNorm.apply(
+            input, self.weight, self.bias, *buffers, dist.group.WORLD, 1
+        )
+        return output
+
+
+def sending_alone() -> AbstractContextManager[object]:
+    """Return a context in which our layers use the group of one, too."""
+    patched: AbstractContextManager[object]
+    patched = mock.patch.object(collectives, "resolve_group", new=lambda _: dist.group.WORLD)
+    return patched
+
+
+def eager_clock(call: Call, calls: int) -> float:
+    """Return the seconds between the first call's begin and the last one's end on the GPU."""
+    torch.cuda.synchronize()
+    return _elapsed(call, calls)
+
+
+def gpu_clock(call: Call, calls: int) -> float:
+    """Return the same without the host's: the GPU sleeps until all calls are launched."""
+    calls = min(calls, LAUNCHES_AHEAD)
+    torch.cuda.synchronize()
+    seconds = host_clock(call, calls)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(1.5 * seconds * calls * SLEEP_CYCLES_PER_SECOND))
+    return _elapsed(call, calls)
+
+
+def _elapsed(call: Call, calls: int) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / calls
+
+
+def launch_clock(call: Call, calls: int) -> float:
+    """Return the seconds that the host takes, with nothing for the GPU to be late with."""
+    torch.cuda.synchronize()
+    return host_clock(call, min(calls, LAUNCHES_AHEAD // 8))
+
+
+def num_buffers(case: Case) -> int:
+    """Return how many tensors are at least four times the L2 cache."""
+    l2: int = torch.cuda.get_device_properties(CUDA).L2_cache_size
+    return 1 + 4 * l2 // case.num_bytes
+
+
+def make_layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
+    """Return our layer, torch's, and ours again."""
+    options: dict[str, Any] = {"device": device, "dtype": parameter_dtype(case)}
+    return {
+        "syncbn": syncbn.SyncBatchNorm(case.shape[1], **options),
+        "torch": TorchLayer(case.shape[1], **options),
+        "syncbn again": syncbn.SyncBatchNorm(case.shape[1], **options),
+    }
+
+
+def keep_results(call: Call, number: int) -> Call:
+    """Return a call whose last results stay alive, so that the next ones get other memory."""
+    kept: deque[object] = deque(maxlen=number)
+
+    def kept_call() -> None:
+        kept.append(call())
+
+    return kept_call
+
+
+def layer_samples(
+    case: Case, setting: Setting, turns: Iterator[Buffers], number: int
+) -> dict[str, Samples]:
+    """Time forward, and forward with backward."""
+    layers = make_layers(case, setting.device)
+    samples = {}
+    for quantity in LAYER_PASSES:
+        backward = quantity != "forward"
+        variants = {name: step_call(layer, turns, backward) for name, layer in layers.items()}
+        samples[quantity] = _interleave(variants, turns, eager_clock, setting.suite, number)
+    return samples
+
+
+def operator_samples(
+    case: Case, setting: Setting, turns: Iterator[Buffers], number: int
+) -> dict[str, Samples]:
+    """Time each operator."""
+    calls = operator_calls(case, setting.device, turns)
+    samples = _interleave(calls, turns, gpu_clock, setting.suite, number)
+    return {name: {"syncbn": samples[name], "copy": samples["copy"]} for name in OPERATOR_PASSES}
+
+
+def _interleave(
+    variants: dict[str, Call], turns: Iterator[Buffers], clock: Clock, suite: Suite, number: int
+) -> Samples:
+    """Time variants by a clock, and the copy by the GPU's alone."""
+    calls = {**variants, "copy": copy_call(turns)}
+    calls = {name: keep_results(call, number) for name, call in calls.items()}
+    clocks = {**dict.fromkeys(variants, clock), "copy": gpu_clock}
+    return interleave(calls, clocks, suite.repeats, suite.sample_seconds)
+
+
+def case_rows(
+    benchmark: str, case: Case, samples: dict[str, Samples], setting: Setting
+) -> Iterator[Row]:
+    """Yield the rows of a case, with the copy scaled to as many bytes as are moved."""
+    passes = {**LAYER_PASSES, **OPERATOR_PASSES}
+    for quantity, by_variant in samples.items():
+        copy = [passes[quantity] / 2 * seconds for seconds in by_variant["copy"]]
+        pairs = [("copy", name) for name in ("syncbn", "torch") if name in by_variant]
+        by_variant = {**by_variant, "copy": copy}
+        yield from timed_rows(benchmark, case, quantity, by_variant, setting, pairs)
+
+
+def timing_rows(setting: Setting) -> Iterator[Row]:
+    """Time every case, and add up those that are parts of a net, which follow each other."""
+    for net, cases in itertools.groupby(setting.suite.cases, key=lambda case: case.net):
+        of_net: dict[str, dict[str, Samples]] = {"layer": {}, "operators": {}}
+        for case in cases:
+            number = num_buffers(case)
+            turns = make_buffers(case, setting.device, number)
+            layer = layer_samples(case, setting, turns, number)
+            operators = operator_samples(case, setting, turns, number)
+            suffix = "" if net is None else " of a net"
+            yield from case_rows(f"layer{suffix}", case, layer, setting)
+            yield from case_rows(f"operators{suffix}", case, operators, setting)
+            add_samples(of_net["layer"], layer, case.layers)
+            add_samples(of_net["operators"], operators, case.layers)
+        if net is not None:
+            for benchmark, samples in of_net.items():
+                yield from case_rows(benchmark, net, samples, setting)
+
+
+def add_samples(sums: dict[str, Samples], samples: dict[str, Samples], times: int) -> None:
+    """Add ``times`` the samples to the sums, round by round."""
+    for quantity, by_variant in samples.items():
+        of_quantity = sums.setdefault(quantity, {})
+        for variant, values in by_variant.items():
+            so_far = of_quantity.get(variant, [0.0] * len(values))
+            of_quantity[variant] = [a + times * b for a, b in zip(so_far, values, strict=True)]
+
+
+def overhead_rows(setting: Setting) -> Iterator[Row]:
+    """Time what the host takes for a layer with next to nothing to compute."""
+    turns = make_buffers(OVERHEAD, setting.device)
+    layers = make_layers(OVERHEAD, setting.device)
+    for quantity in LAYER_PASSES:
+        backward = quantity != "forward"
+        variants = {name: step_call(layer, turns, backward) for name, layer in layers.items()}
+        clocks = dict.fromkeys(variants, launch_clock)
+        suite = setting.suite
+        samples = interleave(variants, clocks, suite.repeats, suite.sample_seconds)
+        yield from timed_rows("overhead", OVERHEAD, quantity, samples, setting, [])
+
+
+def launch_rows(setting: Setting) -> Iterator[Row]:
+    """Count launches and waits of a layer, with those of its collectives.
+
+    Raises:
+        RuntimeError: The profiler saw no kernels.
+    """
+    turns = make_buffers(OVERHEAD, setting.device)
+    for variant, layer in make_layers(OVERHEAD, setting.device).items():
+        if variant == "syncbn again":
+            continue
+        found = {}
+        for quantity in LAYER_PASSES:
+            call = step_call(layer, turns, backward=quantity != "forward")
+            call()
+            found[quantity] = record_launches(call)
+            if not found[quantity].kernels:
+                raise RuntimeError(f"expected kernels of {variant} in the trace, but got none")
+        yield from launches_as_rows(variant, found, setting)
+
+
+def launches_as_rows(variant: str, found: dict[str, Launches], setting: Setting) -> Iterator[Row]:
+    """Yield a row of each kind of launch."""
+    shape = "x".join(map(str, OVERHEAD.shape))
+    inputs = (OVERHEAD.name, OVERHEAD.dtype, OVERHEAD.layout, shape, setting.threads)
+    for quantity, launches in found.items():
+        for kind, names in launches._asdict().items():
+            number = float(len(names))
+            values = (number, number, number, "calls", 1)
+            row = (*inputs, setting.allocator, f"{quantity}, {kind}", variant, "counted")
+            yield Row("launches", *row, *values)
+
+
+def main(path: str, suite_name: str) -> None:
+    """Append the rows to the file."""
+    torch.cuda.set_device(0)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs do not export it
+    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
+    # torch's allocator keeps the memory that was used; the host's threads have nothing to do.
+    setting = Setting(CUDA_SUITES[suite_name], CUDA, threads=1, allocator="tuned")
+    with sending_alone():
+        for rows in (overhead_rows, launch_rows, timing_rows):
+            write(Path(path), (stamp(row, CUDA) for row in rows(setting)))
+    dist.destroy_process_group()
+    worlds = [n for n in setting.suite.worlds if n <= torch.cuda.device_count()]
+    if worlds:
+        write(Path(path), (stamp(row, CUDA) for row in collective_rows(worlds, "nccl", "cuda")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
