@@ -3,13 +3,17 @@
 # VENV     where the virtual environment lies                     (.venv)
 # WHEEL    a built wheel to install instead of this source tree
 # QUICK    1 for the benchmarks' subset, which goes to build/benchmarks
-# DEVICE   what is benchmarked                                    (cpu)
+# DEVICE   what is benchmarked, cpu or cuda                       (cpu)
+# OUTPUT   where gpu-check leaves its logs                        (build/gpu-check)
+# COMMIT   what gpu-check says it measured, where git cannot tell
 PYTHON ?= python3
 TORCH ?=
 VENV ?= .venv
 WHEEL ?=
 QUICK ?=
 DEVICE ?= cpu
+OUTPUT ?= build/gpu-check
+COMMIT ?=
 
 BIN := $(VENV)/bin
 TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
@@ -17,13 +21,14 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* s
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.h csrc/*/*/*.cu \
     tests/emulation/*)
 
-.PHONY: help demo test bench works record-works lint format wheel clean
+.PHONY: help demo test bench gpu-check works record-works lint format wheel clean
 
 help:
 	@echo "make demo     train on real data in two processes and show the result"
 	@echo "make test     check format, lint and types, and run every test"
 	@echo "make bench    measure this machine, draw the results, write the README's table"
 	@echo "make works    run what the table in docs/pytorch2.md shows, with two torches, and write it"
+	@echo "make gpu-check  build in place, test and measure on a GPU; installs nothing"
 	@echo "make format   format the sources"
 	@echo "make wheel    build dist/*.whl, good for every torch from 2.11 on"
 	@echo "make clean    remove what was built and the virtual environment"
@@ -58,14 +63,17 @@ bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/python benchmarks/run.py --device $(DEVICE) $(if $(QUICK),--quick)
 	$(if $(QUICK),,$(BIN)/python benchmarks/table.py)
 
-# Each torch in its environment of .ci/run.
+gpu-check:
+	SYNCBN_COMMIT=$(COMMIT) $(PYTHON) tests/gpu_check.py $(OUTPUT)
+
+# Each torch in its environment of .ci/run. The table is of CPUs.
 works:
 	$(MAKE) record-works VENV=.venv-oldest TORCH=2.11.0
 	$(MAKE) record-works VENV=.venv-newest TORCH=2.15.0
 	.venv-newest/bin/python tests/works.py
 
 record-works: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
-	$(BIN)/pytest -m works --works=docs/works
+	$(BIN)/pytest -m "works and not cuda" --works=docs/works
 
 lint: $(VENV)/tools.stamp
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)

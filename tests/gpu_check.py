@@ -1,0 +1,165 @@
+"""Builds, tests and measures on a machine with a GPU: ``make gpu-check OUTPUT=folder``.
+
+Needs torch with CUDA, nvcc, ninja and pytest, and no network. Builds in place and installs nothing.
+Each part leaves a log and has a time limit, nine minutes in all; a part that fails stops no other,
+and the exit status and summary.txt tell.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TAIL = 25  # lines of a failed part's log that are repeated at the end
+
+# Which test files have tests marked cuda, by the part that runs them; a test keeps this complete.
+TEST_FILES = {
+    "tests": [
+        "test_accuracy.py",
+        "test_batch_norm_apply.py",
+        "test_batch_norm_backward_apply.py",
+        "test_batch_norm_backward_reduce.py",
+        "test_batch_norm_stats.py",
+        "test_cuda_graphs.py",
+        "test_cuda_layer.py",
+        "test_cuda_operators.py",
+        "test_functional.py",
+        "test_modules.py",
+        "test_ops.py",
+        "test_torch_defects.py",
+    ],
+    "ranks": ["test_cuda_ranks.py", "test_multi_rank.py"],
+    "sanitizer": ["test_cuda_sanitizer.py"],
+}
+
+FIND_DEVICE = """
+import torch
+if torch.version.cuda is None:
+    raise RuntimeError(f"torch {torch.__version__} is built without CUDA")
+torch.cuda.init()
+print("{}.{}".format(*torch.cuda.get_device_capability()))
+print(torch.cuda.get_device_name())
+"""
+
+
+@dataclass
+class Part:
+    name: str
+    command: list[str]
+    seconds: int  # at most
+    env: dict[str, str]
+
+
+@dataclass
+class Outcome:
+    name: str
+    result: str
+    seconds: float
+    log: Path
+
+    @property
+    def passed(self) -> bool:
+        return self.result == "passed"
+
+    def __str__(self) -> str:
+        lines = self.log.read_text(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        return f"{self.name:<12} {self.result:<22} {self.seconds:4.0f} s   {last}"
+
+
+def run_at_once(parts: list[Part], output: Path) -> list[Outcome]:
+    """Run parts side by side; each ends by itself or, with all it has started, at its limit."""
+    begin = time.monotonic()
+    processes = []
+    for part in parts:
+        with (output / f"{part.name}.log").open("w") as log:
+            processes.append(
+                subprocess.Popen(
+                    part.command,
+                    cwd=ROOT,
+                    env={**os.environ, **part.env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    outcomes: dict[str, Outcome] = {}
+    while len(outcomes) < len(parts):
+        time.sleep(0.1)
+        for part, process in zip(parts, processes, strict=True):
+            seconds = time.monotonic() - begin
+            status = process.poll()
+            if part.name in outcomes or (status is None and seconds < part.seconds):
+                continue
+            result = f"failed, exit status {status}" if status else "passed"
+            if status is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                result = f"stopped at {part.seconds} s"
+            outcomes[part.name] = Outcome(part.name, result, seconds, output / f"{part.name}.log")
+    return [outcomes[part.name] for part in parts]
+
+
+def find_device() -> tuple[str, str]:
+    """Return compute capability and name of the GPU, or end the program with words."""
+    result = subprocess.run([sys.executable, "-c", FIND_DEVICE], capture_output=True, text=True)
+    if result.returncode:
+        reason = (result.stderr.strip() or "Python was killed").splitlines()[-1]
+        sys.exit(f"gpu-check needs a CUDA device, but {sys.executable} finds none: {reason}")
+    capability, name = result.stdout.splitlines()
+    return capability, name
+
+
+def stages(capability: str, output: Path) -> list[list[Part]]:
+    """Return the parts, those of one stage to run at once; the benchmark is alone."""
+    python = sys.executable
+    env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    build_env = {**env, "SYNCBN_CUDA": "1", "TORCH_CUDA_ARCH_LIST": capability}
+    # The cache of an earlier run elsewhere would bring nothing; a hanging test shows its stack.
+    pytest = [python, "-m", "pytest", "-m", "cuda", "--require-cuda", "-v", "-ra"]
+    pytest += ["--durations=10", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
+    environment = f"'{python}' -m syncbn.collect_env && nvidia-smi"
+    # Not by way of run.py, which needs NumPy and matplotlib for what is not measured on the GPU.
+    benchmark = [python, "benchmarks/cuda_timings.py", str(output / "benchmark.csv"), "quick"]
+    return [
+        [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],
+        [Part("environment", ["sh", "-c", environment], 20, env)],
+        [
+            Part(name, [*pytest, *(f"tests/{file}" for file in files)], 210, env)
+            for name, files in TEST_FILES.items()
+        ],
+        [Part("benchmark", benchmark, 180, env)],
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path, help="the folder for logs and results")
+    output = parser.parse_args().output.resolve()
+    capability, device = find_device()
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "benchmark.csv").unlink(missing_ok=True)  # rows would be added to it
+
+    outcomes = []
+    for parts in stages(capability, output):
+        print(*(part.name for part in parts), "...", flush=True)
+        outcomes += run_at_once(parts, output)
+
+    for outcome in outcomes:
+        if not outcome.passed:
+            lines = outcome.log.read_text(errors="replace").splitlines()
+            print(f"\n--- the end of {outcome.log}", *lines[-TAIL:], sep="\n")
+    summary = "\n".join([f"{device}, compute capability {capability}", *map(str, outcomes)])
+    (output / "summary.txt").write_text(f"{summary}\n")
+    print(f"\n{summary}")
+    sys.exit(not all(outcome.passed for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    main()

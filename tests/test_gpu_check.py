@@ -1,0 +1,92 @@
+"""``make gpu-check``, as far as it goes without a GPU."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_check
+import pytest
+from gpu_check import Part
+
+ROOT = Path(__file__).parent.parent
+
+
+def part(name, code, seconds=30):
+    return Part(name, [sys.executable, "-c", code], seconds, {"GREETING": "hello"})
+
+
+def test_without_a_gpu_it_ends_with_words(tmp_path):
+    result = subprocess.run(
+        ["make", "gpu-check", f"OUTPUT={tmp_path}/out", f"PYTHON={sys.executable}"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert re.search(r"^gpu-check needs a CUDA device, but .* finds none: \w+", result.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_file_with_cuda_tests_is_run():
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "cuda", "tests"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    files = re.findall(r"^tests/(\w+\.py)::", result.stdout, re.MULTILINE)
+    listed = [file for files in gpu_check.TEST_FILES.values() for file in files]
+    assert sorted(listed) == sorted(set(files)), result.stderr
+
+
+def test_limits_leave_a_minute_of_ten_and_files_are_few():
+    stages = gpu_check.stages("9.0", Path("out"))
+    assert sum(max(part.seconds for part in parts) for parts in stages) <= 540
+    logs = [part.name for parts in stages for part in parts]
+    assert len(logs) == len(set(logs)) <= 8 - len(("benchmark.csv", "summary.txt"))
+
+
+def test_parts_run_at_once_and_their_results_are_told(tmp_path):
+    wait = "import pathlib, time\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.1)"
+    mark = tmp_path / "mark"
+    outcomes = gpu_check.run_at_once(
+        [
+            part("waits", wait.format(str(mark)) + "\nprint('seen')"),
+            part("marks", f"open({str(mark)!r}, 'w'); import os; print(os.environ['GREETING'])"),
+            part("fails", "import sys; print('a word'); sys.exit(3)"),
+        ],
+        tmp_path,
+    )
+    assert [outcome.result for outcome in outcomes] == ["passed", "passed", "failed, exit status 3"]
+    assert [str(outcome).split()[-1] for outcome in outcomes] == ["seen", "hello", "word"]
+
+
+def test_part_at_its_limit_is_stopped_with_what_it_started(tmp_path):
+    pid = tmp_path / "pid"
+    code = f"""
+import pathlib, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+pathlib.Path({str(pid)!r}).write_text(str(child.pid))
+child.wait()
+"""
+    (outcome,) = gpu_check.run_at_once([part("hangs", code, seconds=3)], tmp_path)
+    assert outcome.result == "stopped at 3 s" and not outcome.passed
+    state = Path(f"/proc/{pid.read_text()}/stat")
+    # Gone, or killed and not yet asked for by whoever has inherited it.
+    assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_failing_part_stops_no_other_and_the_end_of_its_log_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu_check, "find_device", lambda: ("9.0", "A GPU"))
+    stages = [[part("one", "print('first'); 1 / 0")], [part("two", "print('42 passed')")]]
+    monkeypatch.setattr(gpu_check, "stages", lambda capability, output: stages)
+    monkeypatch.setattr(sys, "argv", ["gpu_check.py", str(tmp_path)])
+    (tmp_path / "benchmark.csv").write_text("of an earlier run")
+    with pytest.raises(SystemExit) as exit:
+        gpu_check.main()
+    assert exit.value.code == 1
+    summary = (tmp_path / "summary.txt").read_text()
+    assert re.search(r"(?m)^one +failed, exit status 1 .*ZeroDivisionError", summary)
+    assert re.search(r"(?m)^two +passed .* 42 passed$", summary)
+    printed = capsys.readouterr().out
+    assert "first\n" in printed and printed.endswith(f"\n{summary}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.log", "summary.txt", "two.log"]
