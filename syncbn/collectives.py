@@ -26,7 +26,8 @@ __all__ = [
 ]
 
 # A torch that was built without distributed knows no groups.
-if TYPE_CHECKING or dist.is_available():
+_AVAILABLE = dist.is_available()
+if TYPE_CHECKING or _AVAILABLE:
     from torch.distributed import ProcessGroup
 else:
     ProcessGroup = Any
@@ -65,16 +66,17 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
     Raises:
         ValueError: This rank is not a member of the group.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    world = dist.group.WORLD if _AVAILABLE else None
+    if world is None:  # not initialised
         return None
-    group = dist.group.WORLD if process_group is None else process_group
+    group = world if process_group is None else process_group
     if isinstance(group, int):
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of this layer's process_group: "
             "torch.distributed.new_group returned no group for it. Give each rank a group that it "
             "is in, or do not run this layer on it in training mode"
         )
-    return group if group is not None and group.size() > 1 else None
+    return group if group.size() > 1 else None
 
 
 def check_join() -> None:

@@ -97,12 +97,9 @@ def evaluate(
             input, running_mean, running_var, weight, bias, running_mean is None, momentum, eps
         )
     try:
-        checks.check_input(input, num_features)
-        checks.check_channel_vectors(
-            input, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
+        checks.check_arguments(
+            input, num_features, weight, bias, running_mean, running_var, None, None, eps
         )
-        checks.check_running(running_mean, running_var)
-        checks.check_eps(eps)
     except (TypeError, ValueError) as error:
         raise _with_place(error, layer, None) from None
     vectors = (running_mean, running_var, weight, bias)
@@ -143,15 +140,18 @@ def train(
     try:
         group = collectives.resolve_group(process_group)
         checks.check_no_transform()
-        checks.check_input(input, num_features)
-        checks.check_device(input)
-        checks.check_channel_vectors(
-            input, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
+        checks.check_arguments(
+            input,
+            num_features,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            momentum,
+            eps,
         )
-        checks.check_running(running_mean, running_var, num_batches_tracked)
-        checks.check_eps(eps)
-        if momentum is not None:
-            checks.check_momentum(momentum)
+        checks.check_device(input)
         if group is None:
             checks.check_more_than_one_value(input)
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -205,6 +205,10 @@ def train(
 
 
 torch.fx.wrap("train")  # symbolic tracing records the call
+
+
+# Of the arguments after input, weight and bias.
+_NO_GRADIENTS = (None,) * 7
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
@@ -289,10 +293,14 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 )
         return (
             grad_input,
-            None if weight is None else grad_weight.to(weight.dtype),
-            None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype),
-            *(None,) * 7,
+            None if weight is None else _cast(grad_weight, weight.dtype),
+            None if ctx.bias_dtype is None else _cast(grad_bias, ctx.bias_dtype),
+            *_NO_GRADIENTS,
         )
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _place(layer: str, group: ProcessGroup | None) -> str:

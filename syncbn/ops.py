@@ -16,7 +16,11 @@ __all__ = [
     "batch_norm_stats",
 ]
 
-_ops = torch.ops.syncbn
+# Looked up once: each attribute costs as much as a check.
+_batch_norm_stats = torch.ops.syncbn.batch_norm_stats.default
+_batch_norm_apply = torch.ops.syncbn.batch_norm_apply.default
+_batch_norm_backward_reduce = torch.ops.syncbn.batch_norm_backward_reduce.default
+_batch_norm_backward_apply = torch.ops.syncbn.batch_norm_backward_apply.default
 
 
 def as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
@@ -30,7 +34,7 @@ def as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 def batch_norm_stats(input: Tensor) -> Tensor:
     """Compute this rank's message: sum of x, sum of x² and number of values, float64 [2C+1]."""
-    message: Tensor = _ops.batch_norm_stats.default(input)
+    message: Tensor = _batch_norm_stats(input)
     return message
 
 
@@ -46,7 +50,7 @@ def batch_norm_apply(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalise, and update the running statistics: output, mean [C], invstd [C], count [1]."""
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = _ops.batch_norm_apply.default(
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_apply(
         input,
         totals,
         weight,
@@ -64,7 +68,7 @@ def batch_norm_backward_reduce(
     grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's sums of dy and dy·xhat, float64 [2C], and grad_weight, grad_bias [C]."""
-    results: tuple[Tensor, Tensor, Tensor] = _ops.batch_norm_backward_reduce.default(
+    results: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward_reduce(
         grad_output, input, mean, invstd, weight
     )
     return results
@@ -80,7 +84,7 @@ def batch_norm_backward_apply(
     count: Tensor,
 ) -> Tensor:
     """Compute the gradient of the input from the sums of the whole group."""
-    grad_input: Tensor = _ops.batch_norm_backward_apply.default(
+    grad_input: Tensor = _batch_norm_backward_apply(
         grad_output, input, mean, invstd, weight, sums, count
     )
     return grad_input

@@ -107,16 +107,22 @@ def reference_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (x - per_channel(mean, x)).square().mean(reduced_dims(x))
 
 
-def assert_normalised_close(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+def assert_normalised_close(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype, message_error: float = 0.0
+) -> None:
     """Compare values that were computed in float (double for double) and rounded to ``dtype``.
 
     One rounding to dtype is half of its eps, relative. The arithmetic before it is a handful of
     float operations on values of order one: 8 eps of the compute type, of the largest value.
+    ``message_error`` is what the rounding of the message may cost, absolute.
     """
     compute_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
     torch.testing.assert_close(
-        actual.double(), expected, rtol=torch.finfo(dtype).eps, atol=8 * compute_eps * scale
+        actual.double(),
+        expected,
+        rtol=torch.finfo(dtype).eps,
+        atol=8 * compute_eps * scale + message_error,
     )
 
 

@@ -1,6 +1,7 @@
 // The argument checks that CPU and CUDA operators share, in the words of the Python layer.
 #pragma once
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -41,6 +42,11 @@ inline std::string format_list(torch::headeronly::IntHeaderOnlyArrayRef values) 
   return text.str();
 }
 
+inline bool same_values(torch::headeronly::IntHeaderOnlyArrayRef a,
+                        torch::headeronly::IntHeaderOnlyArrayRef b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end());
+}
+
 // The input's view for the kernels, after checking that there is one.
 inline Geometry check_input(const char* op, const char* name, const Tensor& input) {
   SYNCBN_CHECK(is_supported_float(input.scalar_type()), op, ": expected ", name,
@@ -75,7 +81,7 @@ inline void check_grad_output(const char* op, const Tensor& grad_output, const T
   SYNCBN_CHECK(grad_output.scalar_type() == input.scalar_type(), op,
                ": expected grad_output to have dtype ", dtype_name(input.scalar_type()),
                ", but got ", dtype_name(grad_output.scalar_type()));
-  SYNCBN_CHECK(format_list(grad_output.sizes()) == format_list(input.sizes()), op,
+  SYNCBN_CHECK(same_values(grad_output.sizes(), input.sizes()), op,
                ": expected grad_output to have shape ", format_list(input.sizes()), ", but got ",
                format_list(grad_output.sizes()));
   SYNCBN_CHECK(check_input(op, "grad_output", grad_output) == geometry, op,

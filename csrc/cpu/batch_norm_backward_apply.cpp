@@ -1,5 +1,6 @@
 // batch_norm_backward_apply on the CPU: one pass, which reads dy and x and writes dx once each.
 
+#include "../common/allocate.h"
 #include "../common/checks.h"
 #include "../common/dispatch.h"
 #include "channel_vector.h"
@@ -10,21 +11,48 @@ namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
 
-// (dy - sum(dy) / count - (x - mean) * slope) * scale, with
-// slope = invstd * sum(dy * xhat) / count, scale = weight * invstd.
-// x - center is subtracted, with the float next to the mean; what that leaves of the mean times
-// the slope is part of the offset, -sum(dy) / count.
-template <typename A>
+// (dy - sum(dy) / count - (x - mean) * invstd * sum(dy * xhat) / count) * scale, where scale is
+// weight * invstd, with all factors multiplied out. x - center is subtracted, with the float next
+// to the mean; what that leaves of the mean is part of the shift.
+template <typename P>
 struct GradInput {
   static constexpr int kInputs = 2;
   static constexpr int kConstants = 4;
-  A center;
-  A slope;
-  A offset;
-  A scale;
+  P center;
+  P slope;
+  P shift;
+  P scale;
 
-  SYNCBN_INLINE A operator()(A dy, A x) const {
-    return ((dy + offset) - (x - center) * slope) * scale;
+  SYNCBN_INLINE P operator()(const P& dy, const P& x) const {
+    return dy * scale + ((x - center) * slope + shift);
+  }
+};
+
+// Of each channel: `constants` are, one after the other, what GradInput holds.
+struct PerChannel {
+  const double* means;
+  const double* invstds;
+  const double* sums;
+  const double* weights;
+  double count;
+  int64_t channels;
+  bool in_float;
+  double* constants;
+
+  template <typename Isa>
+  static SYNCBN_INLINE void run(const PerChannel* job) {
+    const PerChannel p = *job;
+    double* const centers = p.constants;
+    double* const slopes = centers + p.channels;
+    double* const shifts = slopes + p.channels;
+    double* const scales = shifts + p.channels;
+    SYNCBN_INDEPENDENT
+    for (int64_t c = 0; c < p.channels; ++c) {
+      centers[c] = p.in_float ? static_cast<float>(p.means[c]) : p.means[c];
+      scales[c] = p.weights[c] * p.invstds[c];
+      slopes[c] = -scales[c] * p.invstds[c] * (p.sums[p.channels + c] / p.count);
+      shifts[c] = -scales[c] * (p.sums[c] / p.count) - (p.means[c] - centers[c]) * slopes[c];
+    }
   }
 };
 
@@ -45,28 +73,22 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   const auto* totals = static_cast<const double*>(sums.const_data_ptr());
   // A group without values has no gradient to normalise; its sums are zero.
   const double n = std::max(*static_cast<const double*>(count.const_data_ptr()), 1.0);
-  const auto weights = read_channels(weight, channels, 1);
-  Tensor grad_input = torch::stable::empty_like(input);
+  std::vector<double> values(5 * channels);
+  double* const weights = values.data();
+  double* const constants = weights + channels;
+  read_channels(weight, channels, 1, weights);
+  const PerChannel job{
+      means,    invstds, totals, weights, n, channels, input.scalar_type() != ScalarType::Double,
+      constants};
+  run<PerChannel>(&job);
+  Tensor grad_input = allocate_like(input);
 
   dispatch_float(input.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* dy = static_cast<const T*>(grad_output.const_data_ptr());
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     auto* dx = static_cast<T*>(grad_input.mutable_data_ptr());
-    elementwise<GradInput>(geometry, std::array{dy, x}, dx, [&](int k, int64_t c) {
-      const double center = static_cast<compute_t<T>>(means[c]);
-      const double slope = invstds[c] * totals[channels + c] / n;
-      switch (k) {
-        case 0:
-          return center;
-        case 1:
-          return slope;
-        case 2:
-          return (means[c] - center) * slope - totals[c] / n;
-        default:
-          return weights[c] * invstds[c];
-      }
-    });
+    elementwise<GradInput, T>(geometry, std::array{dy, x}, dx, constants);
   });
   return grad_input;
 }

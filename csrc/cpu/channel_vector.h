@@ -2,28 +2,28 @@
 // as double, whatever their dtype and stride.
 #pragma once
 
+#include <algorithm>
 #include <limits>
 #include <optional>
-#include <vector>
 
 #include "../common/dispatch.h"
 
 namespace syncbn::cpu {
 
-inline std::vector<double> read_channels(const std::optional<Tensor>& tensor, int64_t channels,
-                                         double otherwise) {
-  std::vector<double> values(channels, otherwise);
-  if (tensor.has_value()) {
-    dispatch_float(tensor->scalar_type(), [&](auto tag) {
-      using T = typename decltype(tag)::type;
-      const auto* data = static_cast<const T*>(tensor->const_data_ptr());
-      const int64_t stride = tensor->stride(0);
-      for (int64_t c = 0; c < channels; ++c) {
-        values[c] = static_cast<double>(data[c * stride]);
-      }
-    });
+inline void read_channels(const std::optional<Tensor>& tensor, int64_t channels, double otherwise,
+                          double* values) {
+  if (!tensor.has_value()) {
+    std::fill(values, values + channels, otherwise);
+    return;
   }
-  return values;
+  dispatch_float(tensor->scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const auto* data = static_cast<const T*>(tensor->const_data_ptr());
+    const int64_t stride = tensor->stride(0);
+    for (int64_t c = 0; c < channels; ++c) {
+      values[c] = static_cast<double>(data[c * stride]);
+    }
+  });
 }
 
 inline double largest_finite(ScalarType dtype) {
@@ -32,12 +32,12 @@ inline double largest_finite(ScalarType dtype) {
                                        : std::numeric_limits<float>::max();
 }
 
-inline void write_channels(const Tensor& tensor, const std::vector<double>& values) {
+inline void write_channels(const Tensor& tensor, int64_t channels, const double* values) {
   dispatch_float(tensor.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     auto* data = static_cast<T*>(tensor.mutable_data_ptr());
     const int64_t stride = tensor.stride(0);
-    for (size_t c = 0; c < values.size(); ++c) {
+    for (int64_t c = 0; c < channels; ++c) {
       data[c * stride] = static_cast<T>(values[c]);
     }
   });

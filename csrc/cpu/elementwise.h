@@ -1,181 +1,276 @@
 // Element-wise work: reads one or two tensors and writes one of the same geometry, once each.
 //
-// What is computed is an Op<A>: a struct of kConstants values of the compute type A, a channel's
-// constants, whose operator() takes one value of each of kInputs tensors and gives the output.
+// What is computed is an Op<P>: a struct of kConstants packs of a channel's constants, whose
+// operator() takes one pack of each of kInputs tensors and gives the output.
 #pragma once
 
 #include <array>
+#include <fstream>
 #include <utility>
 #include <vector>
 
+#include "columns.h"
+#include "pack.h"
 #include "partition.h"
-#include "simd.h"
-#include "staging.h"
 
 namespace syncbn::cpu {
 
-// Tiles of at most kTile values are computed one after the other, through buffers where T is
-// staged.
+// Of rows that are several rows of a matrix.
+constexpr int64_t kWidestRow = 2048;
+
+// What the last cache holds. Asked of Linux and not of sysconf, which counts those of all cores.
+inline int64_t last_cache_bytes() {
+  static const int64_t bytes = [] {
+    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");
+    int64_t kilobytes = 0;
+    return file >> kilobytes ? kilobytes << 10 : 32 << 20;
+  }();
+  return bytes;
+}
+
 template <template <typename> class Op, typename T>
 struct Elementwise {
   using A = compute_t<T>;
-  using S = staged_t<T>;
   static constexpr int kInputs = Op<A>::kInputs;
   static constexpr int kConstants = Op<A>::kConstants;
-  static constexpr int64_t kTile = kPlanarChunk;
   using Inputs = std::make_index_sequence<kInputs>;
   using Constants = std::make_index_sequence<kConstants>;
 
   std::array<const T*, kInputs> inputs;
   T* output;
   Geometry geometry;
-  const A* constants;  // [kConstants][period]
-  int64_t period;
+  bool stream;
+  int64_t width;       // of a row
+  const A* constants;  // for planes [kConstants][channels], for rows [kConstants][lanes of a row]
 
-  // Loops over the inputs would keep the loops over values from being
-  // vectorised, hence the parameter packs.
-  struct Tile {
-    std::array<Rows<const S>, kInputs> in;
-    Rows<S> out;
+  template <typename Isa>
+  struct With {
+    using P = Pack<A, Isa>;
+    static constexpr int kSize = P::kSize;
+
+    template <bool kStream, size_t... I>
+    static SYNCBN_INLINE void compute(const Elementwise& job, const Op<P>& op, int64_t at,
+                                      std::index_sequence<I...>) {
+      store<T, Isa, kStream>(op(load<T, Isa>(job.inputs[I] + at)...), job.output + at);
+    }
+
+    // The `count` values before `end`, fewer than a pack.
+    template <size_t... I>
+    static SYNCBN_INLINE void compute_last(const Elementwise& job, const Op<P>& op, int64_t end,
+                                           int64_t count, std::index_sequence<I...>) {
+      store_last<T, Isa>(op(load_last<T, Isa>(job.inputs[I] + end, count)...), job.output + end,
+                         count);
+    }
 
     template <size_t... K>
-    static SYNCBN_INLINE Op<A> constants_at(const A* constants, int64_t period,
-                                            std::index_sequence<K...>) {
-      return {constants[K * period]...};
+    static SYNCBN_INLINE Op<P> of_channel(const Elementwise& job, int64_t channel,
+                                          std::index_sequence<K...>) {
+      return {P::broadcast(job.constants[K * job.geometry.channels + channel])...};
     }
 
-    template <size_t... I>
-    SYNCBN_INLINE void compute(const Op<A>& op, int64_t row, int64_t column,
-                               std::index_sequence<I...>) const {
-      out.data[row * out.stride + column] =
-          from_compute<S>(op(to_compute(in[I].data[row * in[I].stride + column])...));
-    }
-
-    // Row 0, from `begin` to `end`, with the same constants.
-    SYNCBN_INLINE void compute_plane(const Op<A>& op, int64_t begin, int64_t end) const {
-      SYNCBN_INDEPENDENT
-      for (int64_t i = begin; i < end; ++i) {
-        compute(op, 0, i, Inputs{});
+    // Values of one channel, from `begin` to `end`. The last pack, and the first one before what
+    // is streamed, may overlap their neighbours.
+    template <bool kStream>
+    static SYNCBN_INLINE void run_plane(const Elementwise& job, const Op<P>& op, int64_t begin,
+                                        int64_t end) {
+      if (end - begin < kSize) {
+        return compute_last(job, op, end, end - begin, Inputs{});
+      }
+      int64_t at = begin;
+      if constexpr (kStream) {
+        constexpr size_t kLine = 64;
+        compute<false>(job, op, at, Inputs{});
+        at += (-reinterpret_cast<size_t>(job.output + at) % kLine) / sizeof(T);
+      }
+      for (; at + kSize <= end; at += kSize) {
+        compute<kStream>(job, op, at, Inputs{});
+      }
+      if (at < end) {
+        compute<false>(job, op, end - kSize, Inputs{});
       }
     }
 
-    // A row with constants for each column. One row at a time, although the constants are read
-    // for each: hardware prefetching follows a single stream best.
-    SYNCBN_INLINE void compute_row(const A* constants, int64_t period, int64_t row,
-                                   int64_t columns) const {
-      SYNCBN_INDEPENDENT
-      for (int64_t c = 0; c < columns; ++c) {
-        compute(constants_at(constants + c, period, Constants{}), row, c, Inputs{});
-      }
-    }
-  };
-
-  // The tile of `rows` times `columns` values from `first` on, in rows that are `stride` apart.
-  struct Stage {
-    alignas(64) S buffers[kInputs][kStaged<T> ? kTile : 1];
-
-    template <size_t... I>
-    SYNCBN_INLINE Tile load(const Elementwise& job, int64_t first, int64_t rows, int64_t columns,
-                            int64_t stride, std::index_sequence<I...>) {
-      const std::array<Rows<const S>, kInputs> in{
-          load_rows<T>({job.inputs[I] + first, stride}, rows, columns, buffers[I])...};
-      if constexpr (kStaged<T>) {
-        return {in, {buffers[0], columns}};
-      } else {
-        return {in, {job.output + first, stride}};
-      }
-    }
-
-    SYNCBN_INLINE void store(const Elementwise& job, int64_t first, int64_t rows, int64_t columns,
-                             int64_t stride) {
-      if constexpr (kStaged<T>) {
-        store_rows<T>(buffers[0], {job.output + first, stride}, rows, columns);
-      }
-    }
-  };
-
-  // Values [begin, end) of a planar geometry.
-  struct Planes {
-    static SYNCBN_INLINE void run(const Elementwise* job_pointer, int64_t begin, int64_t end) {
-      const Elementwise job = *job_pointer;
+    template <bool kStream>
+    static SYNCBN_INLINE void run_planes(const Elementwise& job, int64_t begin, int64_t end) {
       const int64_t inner = job.geometry.inner;
-      Stage stage;
-      for (int64_t first = begin; first < end; first += kTile) {
-        const int64_t n = std::min(kTile, end - first);
-        const Tile tile = stage.load(job, first, 1, n, n, Inputs{});
-        int64_t channel = first / inner % job.geometry.channels;
-        int64_t piece_end = std::min(inner - first % inner, n);
-        for (int64_t i = 0; i < n;) {
-          tile.compute_plane(Tile::constants_at(job.constants + channel, job.period, Constants{}),
-                             i, piece_end);
-          i = piece_end;
-          piece_end = std::min(i + inner, n);
-          channel = channel + 1 == job.geometry.channels ? 0 : channel + 1;
+      int64_t channel = begin / inner % job.geometry.channels;
+      int64_t plane_end = begin - begin % inner + inner;
+      for (int64_t first = begin; first < end; first = plane_end, plane_end += inner) {
+        run_plane<kStream>(job, of_channel(job, channel, Constants{}), first,
+                           std::min(plane_end, end));
+        channel = channel + 1 == job.geometry.channels ? 0 : channel + 1;
+      }
+    }
+
+    template <size_t... K>
+    static SYNCBN_INLINE Op<P> of_lanes(const Elementwise& job, int64_t lane, int64_t lanes,
+                                        std::index_sequence<K...>) {
+      return {P::read(job.constants + K * lanes + lane)...};
+    }
+
+    // Tiles of some rows, so that their constants stay in L1. One row at a time, although the
+    // constants are read for each: hardware prefetching follows a single stream best.
+    template <bool kStream>
+    static SYNCBN_INLINE void run_rows(const Elementwise& job, int64_t begin, int64_t rows) {
+      constexpr int64_t kTileRows = 8;
+      constexpr int64_t kTileLanes = 512;
+      const Columns<T, Isa> columns{job.width};
+      const int64_t lanes = columns.lanes();
+      for (int64_t top = 0; top < rows; top += kTileRows) {
+        const int64_t bottom = std::min(top + kTileRows, rows);
+        for (int64_t left = 0; left < lanes; left += kTileLanes) {
+          const int64_t right = std::min(left + kTileLanes, lanes);
+          int64_t row = top;
+          for (; row + 4 <= bottom && !columns.narrow(); row += 4) {
+            const int64_t at = begin + row * job.width;
+            for (int64_t lane = left; lane < right; lane += kSize) {
+              const int64_t column = std::min(lane, job.width - kSize);
+              const Op<P> op = of_lanes(job, lane, lanes, Constants{});
+              compute<kStream>(job, op, at + column, Inputs{});
+              compute<kStream>(job, op, at + job.width + column, Inputs{});
+              compute<kStream>(job, op, at + 2 * job.width + column, Inputs{});
+              compute<kStream>(job, op, at + 3 * job.width + column, Inputs{});
+            }
+          }
+          for (; row < bottom; ++row) {
+            const int64_t at = begin + row * job.width;
+            if (columns.narrow()) {
+              compute_last(job, of_lanes(job, 0, lanes, Constants{}), at + job.width, job.width,
+                           Inputs{});
+              continue;
+            }
+            for (int64_t lane = left; lane < right; lane += kSize) {
+              const int64_t column = std::min(lane, job.width - kSize);
+              compute<kStream>(job, of_lanes(job, lane, lanes, Constants{}), at + column, Inputs{});
+            }
+          }
         }
-        stage.store(job, first, 1, n, n);
+      }
+    }
+
+    static SYNCBN_INLINE bool is_aligned(const Elementwise& job, int64_t at) {
+      constexpr size_t kPackBytes = kSize * sizeof(T);
+      return reinterpret_cast<size_t>(job.output + at) % kPackBytes == 0 &&
+             job.width * sizeof(T) % kPackBytes == 0;
+    }
+  };
+
+  // Values [begin, end) of planes.
+  struct Planes {
+    template <typename Isa>
+    static SYNCBN_INLINE void run(const Elementwise* shared, int64_t begin, int64_t end) {
+      const Elementwise job = *shared;  // which stores cannot change
+      if (job.stream) {
+        With<Isa>::template run_planes<true>(job, begin, end);
+        finish_streaming();
+      } else {
+        With<Isa>::template run_planes<false>(job, begin, end);
       }
     }
   };
 
-  // Rows of `width` values, one for each entry of the constants, from value `first` on.
-  struct Matrix {
-    static SYNCBN_INLINE void run(const Elementwise* job_pointer, int64_t first, int64_t rows,
-                                  int64_t width) {
-      const Elementwise job = *job_pointer;
-      const int64_t tile_columns = even_columns(width);
-      const int64_t tile_rows = kTile / tile_columns;
-      Stage stage;
-      for (int64_t row = 0; row < rows; row += tile_rows) {
-        const int64_t n = std::min(tile_rows, rows - row);
-        for (int64_t column = 0; column < width; column += tile_columns) {
-          const int64_t columns = std::min(tile_columns, width - column);
-          const int64_t offset = first + row * width + column;
-          const Tile tile = stage.load(job, offset, n, columns, width, Inputs{});
-          const A* const constants = job.constants + column;
-          for (int64_t r = 0; r < n; ++r) {
-            tile.compute_row(constants, job.period, r, columns);
+  // Lays out the constants of channels for planes, or for rows of `width` values.
+  struct Layout {
+    template <typename Isa>
+    static SYNCBN_INLINE void run(const double* of_channels, const Geometry* geometry,
+                                  int64_t width, A* constants) {
+      const Columns<T, Isa> columns{width};
+      const int64_t channels = geometry->channels;
+      std::vector<double> repeated(width > channels ? width : 0);
+      for (int k = 0; k < kConstants; ++k) {
+        const double* row = of_channels + k * channels;
+        if (!is_in_rows(*geometry)) {
+          SYNCBN_INDEPENDENT
+          for (int64_t c = 0; c < channels; ++c) {
+            constants[k * channels + c] = to_constant<A>(row[c]);
           }
-          stage.store(job, offset, n, columns, width);
+          continue;
         }
+        if (width > channels) {
+          for (int64_t column = 0; column < width;) {
+            for (int64_t c = 0; c < channels; ++c) {
+              for (int64_t i = 0; i < geometry->inner; ++i) {
+                repeated[column++] = row[c];
+              }
+            }
+          }
+          row = repeated.data();
+        }
+        columns.for_each_lane([&](int64_t lane, int64_t column) {
+          constants[k * columns.lanes() + lane] = to_constant<A>(row[column]);
+        });
       }
     }
   };
+
+  // Rows of `width` values, from value `begin` on.
+  struct InRows {
+    template <typename Isa>
+    static SYNCBN_INLINE void run(const Elementwise* shared, int64_t begin, int64_t rows) {
+      const Elementwise job = *shared;
+      if (job.stream && With<Isa>::is_aligned(job, begin)) {
+        With<Isa>::template run_rows<true>(job, begin, rows);
+        finish_streaming();
+      } else {
+        With<Isa>::template run_rows<false>(job, begin, rows);
+      }
+    }
+  };
+
+  static SYNCBN_INLINE void finish_streaming() {
+#if defined(__x86_64__)
+    asm volatile("sfence" ::: "memory");
+#endif
+  }
+
+  // of_channels: [kConstants][channels].
+  void run_all(const double* of_channels) {
+    const bool in_rows = is_in_rows(geometry);
+    const int64_t row = geometry.channels * (in_rows ? geometry.inner : 1);
+    const int64_t wide = in_rows ? rows_per_wide_row(row, kWidestRow) : 1;
+    constexpr int64_t kLine = 64;
+    constexpr int64_t kLargestPack = 2 * Avx512::kVectorBytes / sizeof(A);
+    // Vectors of constants must not straddle cache lines.
+    std::vector<A> storage(kConstants * round_up(row * wide, kLargestPack) + kLine / sizeof(A));
+    auto* const aligned =
+        reinterpret_cast<A*>(round_up(reinterpret_cast<int64_t>(storage.data()), kLine));
+    constants = aligned;
+    const auto lay_out = [&](int64_t rows_in_one) {
+      width = row * rows_in_one;
+      cpu::run<Layout>(of_channels, &geometry, width, aligned);
+    };
+    if (!in_rows) {
+      constexpr int64_t kPiece = 1024;
+      const int64_t values = geometry.numel();
+      lay_out(1);
+      torch::stable::parallel_for(0, divide_up(values, kPiece), kMinValuesPerThread / kPiece,
+                                  [&](int64_t begin, int64_t end) {
+                                    cpu::run<Planes>(this, begin * kPiece,
+                                                     std::min(end * kPiece, values));
+                                  });
+      return;
+    }
+    const int64_t wide_rows = geometry.outer / wide;
+    if (wide_rows > 0) {
+      lay_out(wide);
+      torch::stable::parallel_for(
+          0, wide_rows, divide_up(kMinValuesPerThread, width),
+          [&](int64_t begin, int64_t end) { cpu::run<InRows>(this, begin * width, end - begin); });
+    }
+    if (const int64_t rest = geometry.outer - wide_rows * wide; rest > 0) {
+      lay_out(1);
+      cpu::run<InRows>(this, wide_rows * wide * row, rest);
+    }
+  }
 };
 
-// constant(k, channel) is the k-th constant of a channel, in double.
-template <template <typename> class Op, typename T, size_t kInputs, typename Constant>
+// constants: [kConstants][channels].
+template <template <typename> class Op, typename T, size_t kInputs>
 void elementwise(const Geometry& geometry, const std::array<const T*, kInputs>& inputs, T* output,
-                 const Constant& constant) {
-  using Job = Elementwise<Op, T>;
-  using A = typename Job::A;
-  const int64_t channels = geometry.channels;
-  const int64_t repeats = geometry.is_matrix() ? rows_per_wide_row(channels) : 1;
-  const int64_t width = channels * repeats;
-  struct alignas(64) Line {  // vectors of constants must not straddle cache lines
-    A values[64 / sizeof(A)];
-  };
-  const int64_t lines = divide_up(width * sizeof(A), sizeof(Line));
-  std::vector<Line> storage(Job::kConstants * lines);
-  A* const constants = storage.data()->values;
-  const int64_t period = lines * (sizeof(Line) / sizeof(A));
-  for (int k = 0; k < Job::kConstants; ++k) {
-    A* const out = constants + k * period;
-    for (int64_t c = 0; c < channels; ++c) {
-      out[c] = static_cast<A>(constant(k, c));
-    }
-    for (int64_t i = channels; i < width; ++i) {
-      out[i] = out[i - channels];
-    }
-  }
-  const Job job{inputs, output, geometry, constants, period};
-  if (geometry.is_matrix()) {
-    for_each_row_range(geometry, [&](int64_t first, int64_t rows, int64_t width) {
-      run<typename Job::Matrix>(&job, first, rows, width);
-    });
-  } else {
-    for_each_value_range(
-        geometry, [&](int64_t begin, int64_t end) { run<typename Job::Planes>(&job, begin, end); });
-  }
+                 const double* constants) {
+  // Past the caches what they cannot hold, which saves reading what it overwrites.
+  const bool stream = static_cast<int64_t>(geometry.numel() * sizeof(T)) > last_cache_bytes();
+  Elementwise<Op, T>{inputs, output, geometry, stream, 0, nullptr}.run_all(constants);
 }
 
 }  // namespace syncbn::cpu

@@ -1,48 +1,83 @@
-// One binary for every x86-64: a kernel is compiled for the baseline and for AVX2, and the first
-// call picks. Elsewhere (aarch64) the baseline is what the compiler vectorises for.
+// One binary for every x86-64: a kernel is compiled for the baseline, AVX2 and AVX-512, and the
+// first call picks. Elsewhere (aarch64) the baseline is what the compiler makes of its vectors.
 //
-// A kernel is a struct with a static, always-inlined run(); being inlined, it takes the
+// A kernel is a struct with a static, always-inlined run<Isa>(); being inlined, it takes the
 // instruction set of the function it lands in.
 #pragma once
 
-#if defined(__GNUC__)
-#define SYNCBN_INLINE __attribute__((always_inline)) inline
-#else
-#define SYNCBN_INLINE inline
+#include <cstdlib>
+#include <cstring>
+
+#if !defined(__GNUC__)
+#error "syncbn is written in the vector types of GCC and Clang"
 #endif
+
+#define SYNCBN_INLINE __attribute__((always_inline)) inline
 
 // Before a loop: its iterations do not depend on one another.
-#if defined(__GNUC__) && !defined(__clang__)
-#define SYNCBN_INDEPENDENT _Pragma("GCC ivdep")
-#else
+#if defined(__clang__)
 #define SYNCBN_INDEPENDENT
-#endif
-
-#if defined(__x86_64__) && defined(__GNUC__)
-#define SYNCBN_AVX2 __attribute__((target("avx2,fma,f16c"), noinline))
+#else
+#define SYNCBN_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
 namespace syncbn::cpu {
 
-#if defined(SYNCBN_AVX2)
+// Instruction sets, by the width of their vectors.
+struct Baseline {
+  static constexpr int kVectorBytes = 16;
+};
+struct Avx2 {
+  static constexpr int kVectorBytes = 32;
+};
+struct Avx512 {
+  static constexpr int kVectorBytes = 64;
+};
 
-inline bool has_avx2() {
+#if defined(__x86_64__)
+
+enum class SimdLevel { kBaseline, kAvx2, kAvx512 };
+
+// What the processor has, or less where torch's own variable asks for less: "default" or "avx2".
+inline SimdLevel find_simd_level() {
+  const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
+  const auto asks = [&](const char* name) { return asked && std::strcmp(asked, name) == 0; };
   // Every processor with AVX2 has F16C, which not every compiler can ask for.
-  static const bool supported = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  return supported;
+  if (asks("default") || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
+    return SimdLevel::kBaseline;
+  }
+  if (asks("avx2") || !__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+      !__builtin_cpu_supports("avx512dq") || !__builtin_cpu_supports("avx512vl")) {
+    return SimdLevel::kAvx2;
+  }
+  return SimdLevel::kAvx512;
+}
+
+inline SimdLevel simd_level() {
+  static const SimdLevel level = find_simd_level();
+  return level;
 }
 
 template <typename Kernel, typename... Args>
-SYNCBN_AVX2 void run_avx2(Args... args) {
-  Kernel::run(args...);
+__attribute__((target("avx2,fma,f16c"), noinline)) void run_avx2(Args... args) {
+  Kernel::template run<Avx2>(args...);
+}
+
+template <typename Kernel, typename... Args>
+__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"), noinline)) void
+run_avx512(Args... args) {
+  Kernel::template run<Avx512>(args...);
 }
 
 template <typename Kernel, typename... Args>
 void run(Args... args) {
-  if (has_avx2()) {
-    run_avx2<Kernel>(args...);
-  } else {
-    Kernel::run(args...);
+  switch (simd_level()) {
+    case SimdLevel::kAvx512:
+      return run_avx512<Kernel>(args...);
+    case SimdLevel::kAvx2:
+      return run_avx2<Kernel>(args...);
+    case SimdLevel::kBaseline:
+      return Kernel::template run<Baseline>(args...);
   }
 }
 
@@ -50,38 +85,9 @@ void run(Args... args) {
 
 template <typename Kernel, typename... Args>
 void run(Args... args) {
-  Kernel::run(args...);
+  Kernel::template run<Baseline>(args...);
 }
 
 #endif
-
-// The type that values of T are computed in. Sums in it stay within one cache-sized chunk; what
-// crosses chunks is double.
-template <typename T>
-struct ComputeType {
-  using type = float;
-};
-template <>
-struct ComputeType<double> {
-  using type = double;
-};
-template <typename T>
-using compute_t = typename ComputeType<T>::type;
-
-// Independent accumulators of a sum over contiguous values: four AVX2 vectors.
-template <typename A>
-constexpr int kLanes = 128 / sizeof(A);
-
-// Adds up kCount accumulators, a power of two; the sum is in the first.
-template <int kCount, typename A>
-SYNCBN_INLINE void fold(A* sums) {
-  constexpr int kHalf = kCount / 2;
-  for (int i = 0; i < kHalf; ++i) {
-    sums[i] += sums[i + kHalf];
-  }
-  if constexpr (kHalf > 1) {
-    fold<kHalf>(sums);
-  }
-}
 
 }  // namespace syncbn::cpu

@@ -1,0 +1,33 @@
+// New tensors. The stable ABI's own functions for them look their operator up by name each time,
+// which takes longer than the allocation.
+#pragma once
+
+#include "stable.h"
+
+namespace syncbn {
+
+inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes,
+                       torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType dtype,
+                       const Tensor& like) {
+  int32_t device_type;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
+  const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), code, device_type,
+                                                  like.get_device_index(), &handle));
+  return Tensor(handle);
+}
+
+// Uninitialised, with the shape, strides and dtype of `tensor`.
+inline Tensor allocate_like(const Tensor& tensor) {
+  return allocate(tensor.sizes(), tensor.strides(), tensor.scalar_type(), tensor);
+}
+
+// Uninitialised, contiguous, one-dimensional, on the device of `like`.
+inline Tensor allocate_vector(int64_t size, ScalarType dtype, const Tensor& like) {
+  constexpr int64_t kStride = 1;
+  return allocate({&size, 1}, {&kStride, 1}, dtype, like);
+}
+
+}  // namespace syncbn

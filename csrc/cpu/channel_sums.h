@@ -1,0 +1,214 @@
+// Two sums over an item's values of each channel: of w, and of w * (x - center). In the backward
+// pass w is dy; for the statistics, where there is no dy, it is x - center itself.
+//
+// Every lane has sums of its own, which carry what rounding took from them (Kahan): as accurate as
+// double without the conversions. Four packs are added up before they go into a sum, without a
+// carry, which is the error that remains. Reads its input once. Without dy any pointer does for it.
+#pragma once
+
+#include "columns.h"
+#include "pack.h"
+#include "partition.h"
+
+namespace syncbn::cpu {
+
+// What is read ahead. The statistics, which read a single stream, get half of the bandwidth of
+// memory where they leave it to the hardware. It does not matter that a tensor ends.
+constexpr int64_t kPrefetchBytes = 4096;
+
+// Of packs or vectors.
+template <typename V>
+struct CompensatedSum {
+  V sum;
+  V lost;
+
+  SYNCBN_INLINE void add(const V& x) {
+    const V corrected = x - lost;
+    const V total = sum + corrected;
+    lost = (total - sum) - corrected;
+    sum = total;
+  }
+};
+
+// The sums of some packs.
+template <typename T, typename Isa, bool kWithGrad>
+struct Terms {
+  using P = Pack<compute_t<T>, Isa>;
+
+  P weights;
+  P products;
+
+  static SYNCBN_INLINE Terms of(const P& dy, const P& deviation) {
+    const P weight = kWithGrad ? dy : deviation;
+    return {weight, weight * deviation};
+  }
+  static SYNCBN_INLINE Terms load_pack(const T* dy, const T* x, const P& center) {
+    const P deviation = load<T, Isa>(x) - center;
+    if constexpr (kWithGrad) {
+      return of(load<T, Isa>(dy), deviation);
+    } else {
+      __builtin_prefetch(reinterpret_cast<const char*>(x) + kPrefetchBytes);
+      return of(deviation, deviation);
+    }
+  }
+  // Packs that are `stride` apart.
+  static SYNCBN_INLINE Terms load_four(const T* dy, const T* x, int64_t stride, const P& center) {
+    const Terms a = load_pack(dy, x, center);
+    const Terms b = load_pack(dy + stride, x + stride, center);
+    const Terms c = load_pack(dy + 2 * stride, x + 2 * stride, center);
+    const Terms d = load_pack(dy + 3 * stride, x + 3 * stride, center);
+    return {(a.weights + b.weights) + (c.weights + d.weights),
+            (a.products + b.products) + (c.products + d.products)};
+  }
+  SYNCBN_INLINE void add(const Terms& other) {
+    weights = weights + other.weights;
+    products = products + other.products;
+  }
+};
+
+// One channel of planes.
+template <typename T, typename Isa, bool kWithGrad>
+SYNCBN_INLINE void planar_sums(const T* dy, const T* x, const Geometry& geometry, const Item& item,
+                               compute_t<T> center, double& weights, double& products) {
+  using A = compute_t<T>;
+  using P = Pack<A, Isa>;
+  using Some = Terms<T, Isa, kWithGrad>;
+  constexpr int kSize = P::kSize;
+  const P centers = P::broadcast(center);
+  using Vector = typename P::Vector;
+  CompensatedSum<Vector> weight_sum{}, product_sum{};
+  for (Runs runs(geometry, item.channel, item.begin, item.length); runs.left > 0; runs.next()) {
+    const T* const run_x = x + runs.offset;
+    const T* const run_dy = dy + runs.offset;
+    const int64_t n = runs.length();
+    int64_t i = 0;
+    for (; i + 4 * kSize <= n; i += 4 * kSize) {
+      const Some four = Some::load_four(run_dy + i, run_x + i, kSize, centers);
+      weight_sum.add(four.weights.low + four.weights.high);
+      product_sum.add(four.products.low + four.products.high);
+    }
+    if (i == n) {
+      continue;
+    }
+    Some rest{P::zero(), P::zero()};
+    for (; i + kSize <= n; i += kSize) {
+      rest.add(Some::load_pack(run_dy + i, run_x + i, centers));
+    }
+    if (const int64_t count = n - i; count > 0) {
+      const bool overlaps = n >= kSize;  // with values that are summed already
+      P last = overlaps ? load<T, Isa>(run_x + n - kSize) : load_last<T, Isa>(run_x + n, count);
+      const P deviation = keep_last<T, Isa>(last - centers, count);
+      if constexpr (kWithGrad) {
+        last = overlaps ? load<T, Isa>(run_dy + n - kSize) : load_last<T, Isa>(run_dy + n, count);
+        last = keep_last<T, Isa>(last, count);
+      }
+      rest.add(Some::of(last, deviation));
+    }
+    weight_sum.add(rest.weights.low + rest.weights.high);
+    product_sum.add(rest.products.low + rest.products.high);
+  }
+  weights = 0;
+  products = 0;
+  for (int lane = 0; lane < kSize / 2; ++lane) {
+    weights += static_cast<double>(weight_sum.sum[lane]) - weight_sum.lost[lane];
+    products += static_cast<double>(product_sum.sum[lane]) - product_sum.lost[lane];
+  }
+}
+
+// Rows that lie `stride` apart, of kMaxColumns at most. Centers, and the sums, which are
+// overwritten, are those of columns.
+template <typename T, typename Isa, bool kWithGrad>
+SYNCBN_INLINE void column_sums(const T* dy, const T* x, int64_t stride, int64_t rows, int64_t width,
+                               const compute_t<T>* column_centers, double* weights,
+                               double* products) {
+  using A = compute_t<T>;
+  using P = Pack<A, Isa>;
+  using Some = Terms<T, Isa, kWithGrad>;
+  constexpr int kSize = P::kSize;
+  const Columns<T, Isa> columns{width};
+  const int64_t lanes = columns.lanes();
+  alignas(64) A centers[kMaxColumns];
+  alignas(64) A sums[4][kMaxColumns];
+  columns.for_each_lane(
+      [&](int64_t lane, int64_t column) { centers[lane] = column_centers[column]; });
+  for (auto& sum : sums) {
+    std::fill(sum, sum + lanes, static_cast<A>(0));
+  }
+  const auto add = [&](int64_t lane, const Some& terms) __attribute__((always_inline)) {
+    CompensatedSum<P> weight_sum{P::read(sums[0] + lane), P::read(sums[1] + lane)};
+    CompensatedSum<P> product_sum{P::read(sums[2] + lane), P::read(sums[3] + lane)};
+    weight_sum.add(terms.weights);
+    product_sum.add(terms.products);
+    weight_sum.sum.write(sums[0] + lane);
+    weight_sum.lost.write(sums[1] + lane);
+    product_sum.sum.write(sums[2] + lane);
+    product_sum.lost.write(sums[3] + lane);
+  };
+  int64_t row = 0;
+  if (!columns.narrow()) {
+    for (; row + 4 <= rows; row += 4) {
+      for (int64_t lane = 0; lane < lanes; lane += kSize) {
+        const int64_t at = row * stride + std::min(lane, width - kSize);
+        add(lane, Some::load_four(dy + at, x + at, stride, P::read(centers + lane)));
+      }
+    }
+  }
+  for (; row < rows; ++row) {
+    for (int64_t pack = 0; pack < columns.packs(); ++pack) {
+      const int64_t lane = pack * kSize;
+      const P deviation = columns.load_pack(x + row * stride, pack) - P::read(centers + lane);
+      const P weight = kWithGrad ? columns.load_pack(dy + row * stride, pack) : deviation;
+      add(lane, Some::of(weight, deviation));
+    }
+  }
+  columns.for_each_lane([&](int64_t lane, int64_t column) {
+    weights[column] = static_cast<double>(sums[0][lane]) - static_cast<double>(sums[1][lane]);
+    products[column] = static_cast<double>(sums[2][lane]) - static_cast<double>(sums[3][lane]);
+  });
+}
+
+// The channels of an item of rows. Centers, and the sums, which are overwritten, are those of
+// channels.
+template <typename T, typename Isa, bool kWithGrad>
+SYNCBN_INLINE void row_sums(const T* dy, const T* x, const Geometry& geometry, const Item& item,
+                            const compute_t<T>* centers, double* weights, double* products) {
+  const int64_t inner = geometry.inner;
+  const int64_t stride = geometry.channels * inner;
+  const int64_t width = item.channels * inner;
+  const int64_t first = item.begin * stride + item.channel * inner;
+  const int64_t wide = width == stride ? rows_per_wide_row(width, kMaxColumns) : 1;
+  if (inner == 1 && wide == 1) {
+    return column_sums<T, Isa, kWithGrad>(dy + first, x + first, stride, item.length, width,
+                                          centers, weights, products);
+  }
+  std::fill(weights, weights + item.channels, 0);
+  std::fill(products, products + item.channels, 0);
+  compute_t<T> column_centers[kMaxColumns];
+  double column_weights[kMaxColumns];
+  double column_products[kMaxColumns];
+  const int64_t wide_rows = item.length / wide;
+  for (bool is_wide : {true, false}) {
+    const int64_t rows_in_one = is_wide ? wide : 1;
+    const int64_t rows = is_wide ? wide_rows : item.length - wide_rows * wide;
+    const int64_t at = first + (is_wide ? 0 : wide_rows * wide * stride);
+    const auto for_each_column = [&](const auto& function) {
+      int64_t column = 0;
+      for (int64_t row = 0; row < rows_in_one; ++row) {
+        for (int64_t c = 0; c < item.channels; ++c) {
+          for (int64_t i = 0; i < inner; ++i) {
+            function(column++, c);
+          }
+        }
+      }
+    };
+    for_each_column([&](int64_t column, int64_t c) { column_centers[column] = centers[c]; });
+    column_sums<T, Isa, kWithGrad>(dy + at, x + at, stride * rows_in_one, rows, width * rows_in_one,
+                                   column_centers, column_weights, column_products);
+    for_each_column([&](int64_t column, int64_t c) {
+      weights[c] += column_weights[column];
+      products[c] += column_products[column];
+    });
+  }
+}
+
+}  // namespace syncbn::cpu

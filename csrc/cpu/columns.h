@@ -1,0 +1,45 @@
+// The columns of a matrix in packs.
+#pragma once
+
+#include <algorithm>
+
+#include "pack.h"
+#include "partition.h"
+
+namespace syncbn::cpu {
+
+// The last pack overlaps the one before it, if it must; a matrix
+// that is narrower than a pack is one, whose first places hold nothing.
+template <typename T, typename Isa>
+struct Columns {
+  static constexpr int kSize = Pack<compute_t<T>, Isa>::kSize;
+
+  int64_t width;
+
+  int64_t packs() const { return divide_up(width, kSize); }
+  int64_t lanes() const { return packs() * kSize; }
+  bool narrow() const { return width < kSize; }
+  // Of pack number `pack`; negative where the matrix is narrow.
+  int64_t first(int64_t pack) const { return std::min((pack + 1) * kSize, width) - kSize; }
+
+  // Calls function(lane, column) for all, the lanes of all packs numbered through.
+  template <typename Function>
+  SYNCBN_INLINE void for_each_lane(const Function& function) const {
+    for (int64_t pack = 0; pack < packs(); ++pack) {
+      SYNCBN_INDEPENDENT
+      for (int lane = 0; lane < kSize; ++lane) {
+        const int64_t column = first(pack) + place_of_lane<T, Isa>(lane);
+        if (!narrow() || column >= 0) {
+          function(pack * kSize + lane, column);
+        }
+      }
+    }
+  }
+
+  // Pack number `pack` of a row.
+  SYNCBN_INLINE Pack<compute_t<T>, Isa> load_pack(const T* row, int64_t pack) const {
+    return narrow() ? load_last<T, Isa>(row + width, width) : load<T, Isa>(row + first(pack));
+  }
+};
+
+}  // namespace syncbn::cpu
