@@ -24,16 +24,16 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/
 .PHONY: help demo test bench gpu-check works record-works lint format wheel clean
 
 help:
-	@echo "make demo     train on real data in two processes and show the result"
-	@echo "make test     check format, lint and types, and run every test"
-	@echo "make bench    measure this machine, draw the results, write the README's table"
-	@echo "make works    run what the table in docs/pytorch2.md shows, with two torches, and write it"
+	@echo "make demo       train on real data in two processes and show the result"
+	@echo "make test       check format, lint and types, and run every test"
+	@echo "make bench      measure this machine, draw the results, write the README's table"
+	@echo "make works      run what the table in docs/pytorch2.md shows, with two torches, and write it"
 	@echo "make gpu-check  build in place, test and measure on a GPU; installs nothing"
-	@echo "make format   format the sources"
-	@echo "make wheel    build dist/*.whl, good for every torch from 2.11 on"
-	@echo "make clean    remove what was built and the virtual environment"
+	@echo "make format     format the sources"
+	@echo "make wheel      build dist/*.whl, good for every torch from 2.11 on"
+	@echo "make clean      remove what was built and the virtual environment"
 	@echo
-	@sed -n 's/^# \([A-Z]\)/\1/p' Makefile
+	@sed -n 's/^# \([A-Z][A-Z]\)/\1/p' Makefile
 
 $(TORCH_STAMP):
 	$(PYTHON) -m venv $(VENV)
