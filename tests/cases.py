@@ -11,6 +11,9 @@ from syncbn import ops
 
 OPS = ["batch_norm_stats", "batch_norm_apply", "batch_norm_backward_reduce"]
 OPS += ["batch_norm_backward_apply"]
+# Those of compiled graphs, which are written in Python over the others.
+COMPILED_OPS = ["compiled_stats", "compiled_update", "compiled_backward_reduce"]
+COMPILED_OPS += ["compiled_materialize"]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -78,6 +81,10 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_apply": (x, totals, vector, vector.clone(), *running, None, 1e-5),
         "batch_norm_backward_reduce": (x.clone(), x, mean, var, vector),
         "batch_norm_backward_apply": (x.clone(), x, mean, var, vector, sums, totals[-1:].clone()),
+        "compiled_stats": (x, True),
+        "compiled_update": (totals, *running, None, 1e-5, x.dtype),
+        "compiled_backward_reduce": (x.clone(), x, mean, var, vector),
+        "compiled_materialize": (vector,),
     }[name]
 
 

@@ -209,6 +209,35 @@ def test_evaluation_equals_eager_and_is_torchs_operator():
     assert not any("syncbn" in str(call) for call in calls)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_arithmetic_is_that_of_the_operators(dtype, layout):
+    """Also at a mean of a thousand standard deviations and with a value that is not finite."""
+    torch.manual_seed(0)
+    eager = SyncBatchNorm(3)
+    nn.init.normal_(eager.weight)
+    nn.init.normal_(eager.bias)
+    model = copy.deepcopy(eager)
+    x = make_input((4, 3, 5, 6), layout, dtype, mean=1000 if dtype == torch.float32 else 1, std=1)
+    x[0, 1, 0, 0] = torch.nan
+    grad_output = torch.randn_like(x)
+    results = []
+    for run in (eager, compiled(model, Backend("aot_eager"))):
+        leaf = x.clone().requires_grad_()
+        y = run(leaf)
+        results.append((y.detach(), *torch.autograd.grad(y, leaf, grad_output)))
+    for a, b in zip(*results, strict=True):
+        assert a.stride() == b.stride() == x.stride()
+        # The same operations, but that the operators' compiler may contract a product and a sum:
+        # a rounding or two of values below 8.
+        tolerance = 8 * torch.finfo(dtype).eps
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert torch.isnan(results[0][0][:, 1]).all()
+    assert eager.running_mean[1] == 0 and eager.running_mean[0] != 0
+    for a, b in zip(eager.buffers(), model.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
 def compare_under_ddp(rank, world_size):
     backend = Backend("aot_eager")
     eager, model = DistributedDataParallel(build("small")), build("small")
@@ -327,3 +356,29 @@ def train_mixed(rank, world_size, how):
 @pytest.mark.parametrize("how", ["compiled", "compiled later", "compiled, then eager"])
 def test_ranks_may_compile_at_different_times_or_not_at_all(compiling_ranks, how):
     assert compiling_ranks.run(train_mixed, how)[1] > 0
+
+
+def fail_on_one_rank(rank, world_size):
+    """Rank 0 gets a bad input in eager mode, rank 1 is compiled."""
+    model = build("Residual")
+    fast = compiled(model, Backend("aot_eager")) if rank == 1 else model
+    for step_number in range(2):
+        x = batch(rank, (4,), 5, 0)
+        if step_number == 1 and rank == 0:
+            model.main[1](x)  # which has three channels and not five
+        fast(x)
+
+
+def test_compiled_rank_hears_of_an_eager_ranks_bad_input():
+    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
+        bad, other = ranks.outcomes(fail_on_one_rank)
+    assert bad.kind == "ValueError" and "[layer " in bad.message
+    assert other.kind == "RuntimeError"
+    assert "another rank of the process group withdrew from this forward pass" in other.message
+
+
+def test_bad_input_to_a_compiled_layer_is_named():
+    torch._dynamo.reset()
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+    with pytest.raises(ValueError, match=r"expected input to have 3 channels .*\[layer '0'\]"):
+        torch.compile(model, backend="aot_eager")(torch.rand(2, 4, 3, 3))

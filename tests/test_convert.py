@@ -235,16 +235,6 @@ def test_reverted_layer_takes_any_number_of_dimensions(cls, shape):
         layer(x[0, :, None].flatten()[:1])
 
 
-@pytest.mark.works("`fuse_conv_bn_eval` after `revert_sync_batchnorm`")
-def test_reverted_layer_can_be_fused_and_exported():
-    conv, bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-    converted = convert_sync_batchnorm(nn.Sequential(conv, bn)).eval()
-    reverted = revert_sync_batchnorm(converted)
-    fused = nn.utils.fusion.fuse_conv_bn_eval(reverted[0], reverted[1])
-    x = make_input((2, 3, 8, 8), "contiguous", torch.float32)
-    torch.testing.assert_close(fused(x), reverted(x))  # float32 rounding
-
-
 def test_layer_that_is_ours_already_gets_its_name():
     converted = convert_sync_batchnorm(nn.Sequential(SyncBatchNorm(3)))
     with pytest.raises(ValueError, match=r"\[layer '0'\]"):

@@ -1,9 +1,12 @@
+import copy
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from cases import make_input
 
-from syncbn import sync_batch_norm
+from syncbn import SyncBatchNorm, sync_batch_norm
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
@@ -79,13 +82,72 @@ def test_version_of_running_statistics_stays():
     y.sum().backward()
 
 
+def weighted(model, x):
+    """A scalar with a gradient that does not vanish."""
+    return (model(x) * torch.arange(x.numel(), dtype=x.dtype).view_as(x)).sum()
+
+
+def transforms(model):
+    """Each transform of torch.func, applied to a layer, as a function without arguments."""
+    x = make_input((4, 3, 5), "contiguous", torch.float64)
+    f = partial(weighted, model)
+    return {
+        "grad": lambda: torch.func.grad(f)(x),
+        "vmap": lambda: torch.func.vmap(model)(torch.stack([x, 2 * x])),
+        "jvp": lambda: torch.func.jvp(f, (x,), (x,))[1],
+        "vjp": lambda: torch.func.vjp(model, x)[1](x)[0],
+        "jacrev": lambda: torch.func.jacrev(model)(x),
+        "forward mode": lambda: forward_derivative(f, x),
+        "compiled grad": lambda: torch.compile(torch.func.grad(f), backend="eager")(x),
+    }
+
+
+def forward_derivative(f, x):
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, x)
+        return torch.autograd.forward_ad.unpack_dual(f(dual)).tangent
+
+
+TRANSFORMS = list(transforms(None))
 # torch's own: entering forward mode scripts decompositions.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
-def test_forward_mode_says_it_is_not_supported():
-    x = make_input((3, 2), "contiguous", torch.float64)
-    with (
-        torch.autograd.forward_ad.dual_level(),
-        pytest.raises((NotImplementedError, RuntimeError), match="forward|jvp"),
-    ):
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        sync_batch_norm(dual, None, None, training=True)
+scripting = pytest.mark.filterwarnings("ignore:`torch.jit.script")
+
+
+@scripting
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_training_say_what_to_do_instead(name):
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError, match="training mode .* torch.autograd.grad"):
+        transforms(SyncBatchNorm(3).double())[name]()
+
+
+@scripting
+@pytest.mark.works("torch.func transforms in evaluation: grad, vmap, jvp, vjp, jacrev")
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_transforms_of_evaluation_are_torchs(name):
+    torch._dynamo.reset()
+    ours, theirs = SyncBatchNorm(3).double(), torch.nn.BatchNorm1d(3).double()
+    ours(make_input((4, 3, 5), "contiguous", torch.float64))
+    theirs.load_state_dict(ours.state_dict())
+    assert torch.equal(transforms(ours.eval())[name](), transforms(theirs.eval())[name]())
+
+
+@pytest.mark.works("torch.func.functional_call")
+@pytest.mark.parametrize("training", [True, False])
+def test_functional_call(training):
+    """Parameters and buffers come from outside, and those from outside are updated."""
+    x = make_input((4, 3, 5), "contiguous", torch.float64)
+    layer, other = (SyncBatchNorm(3).double().train(training) for _ in range(2))
+    torch.nn.init.normal_(other.weight)
+    before = copy.deepcopy(layer.state_dict())
+    outside = {name: value.detach().clone() for name, value in other.state_dict().items()}
+    outside["weight"].requires_grad_()
+    y = torch.func.functional_call(layer, outside, (x,))
+    expected = other(x)
+    assert torch.equal(y, expected)
+    weighted(lambda x: y, x).backward()
+    weighted(lambda x: expected, x).backward()
+    assert torch.equal(outside["weight"].grad, other.weight.grad) and layer.weight.grad is None
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name])
+        assert torch.equal(outside[name], other.state_dict()[name])

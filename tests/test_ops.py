@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from cases import DTYPES, OPS, arguments, make_input, operator
+from cases import COMPILED_OPS, DTYPES, OPS, arguments, make_input, operator
 
 
 @pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", OPS + COMPILED_OPS)
 def test_opcheck(name, layout, dtype):
     x = make_input((3, 4, 5, 2), layout, dtype)
     # test_autograd_registration asks for an autograd kernel; ours is the Function around them.
@@ -20,16 +20,18 @@ def test_opcheck(name, layout, dtype):
 
 
 @pytest.mark.usefixtures("each_device")
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", OPS + COMPILED_OPS)
 def test_opcheck_without_optional_arguments(name):
     x = make_input((3, 4, 5), "contiguous", torch.float32)
     optional = {"batch_norm_apply": range(2, 7), "batch_norm_backward_reduce": [4]}
-    optional["batch_norm_backward_apply"] = [4]
+    optional["batch_norm_backward_apply"] = optional["compiled_backward_reduce"] = [4]
+    optional["compiled_update"] = range(1, 4)
     args = list(arguments(name, x))
     for index in optional.get(name, []):
         args[index] = None
-    if name == "batch_norm_apply":
-        args[7] = 0.1
+    momentum = {"batch_norm_apply": 7, "compiled_update": 4}.get(name)
+    if momentum is not None:
+        args[momentum] = 0.1
     torch.library.opcheck(
         operator(name), tuple(args), test_utils=("test_schema", "test_faketensor")
     )

@@ -1,0 +1,90 @@
+"""Export and fusion for inference: models in evaluation mode hold torch's own batch norm."""
+
+import pytest
+import torch
+from cases import make_input
+from torch import nn
+from torch.nn.utils.fusion import fuse_conv_bn_eval
+
+from syncbn import convert_sync_batchnorm, revert_sync_batchnorm
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    model = convert_sync_batchnorm(model)
+    model(batch())
+    return model.eval()
+
+
+def batch():
+    return make_input((2, 3, 6, 6), "contiguous", torch.float32)
+
+
+def assert_fused(actual, expected):
+    # the convolution's weights were rounded once more
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+# torch's own: 2.11 copies its tree specifications through a deprecated class.
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.works("torch.export in evaluation: plain batch norm")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_program_has_torchs_batch_norm(strict):
+    model = build()
+    program = torch.export.export(model, (batch(),), strict=strict)
+    calls = [str(n.target) for n in program.graph.nodes if n.op == "call_function"]
+    assert calls.count("aten.batch_norm.default") == 2
+    assert not any("syncbn" in call for call in calls)
+    assert torch.equal(program.module()(batch()), model(batch()))
+
+
+# torch's own: as above, and what the exporter of 2.11 calls.
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.works("torch.onnx.export(dynamo=True) in evaluation: BatchNormalization")
+def test_onnx_has_batch_normalization():
+    model = build()
+    program = torch.onnx.export(model, (batch(),), dynamo=True, verbose=False)
+    nodes = list(program.model.graph)
+    # The exporter itself has fused the second one with the convolution.
+    assert [node.op_type for node in nodes] == ["BatchNormalization", "Conv", "Relu"]
+    assert all(node.domain == "" for node in nodes)
+    (actual,) = program.call_reference(batch())
+    assert_fused(actual, model(batch()))
+
+
+@pytest.mark.works("torch.fx.symbolic_trace")
+def test_symbolic_trace_has_torchs_batch_norm():
+    model = build()
+    traced = torch.fx.symbolic_trace(model)
+    calls = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert calls.count(nn.functional.batch_norm) == 2
+    assert torch.equal(traced(batch()), model(batch()))
+
+
+@pytest.mark.works("torch.nn.utils.fusion.fuse_conv_bn_eval")
+@pytest.mark.parametrize("revert", [False, True])
+def test_convolution_fuses_with_the_layer(revert):
+    model = build()
+    expected = model(batch())
+    if revert:
+        model = revert_sync_batchnorm(model)
+    fused = nn.Sequential(model[0], fuse_conv_bn_eval(model[1], model[2]), model[3])
+    assert_fused(fused(batch()), expected)
+
+
+# torch's own: the module scripts functions, which 2.11 deprecates.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.works("torch.fx.experimental.optimization.fuse, after revert_sync_batchnorm")
+def test_fx_fuses_after_revert():
+    from torch.fx.experimental import optimization
+
+    model = build()
+    expected = model(batch())
+    fused = optimization.fuse(revert_sync_batchnorm(model))
+    kinds = [type(module) for module in fused.modules()]
+    assert kinds.count(nn.BatchNorm2d) == 1 and kinds.count(nn.Conv2d) == 1
+    assert_fused(fused(batch()), expected)
+    # and leaves layers alone that were not reverted
+    model = build()
+    assert_fused(optimization.fuse(model)(batch()), expected)
