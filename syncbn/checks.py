@@ -13,9 +13,10 @@ from torch import Tensor
 from syncbn import _extension
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_VECTOR_DTYPES = {dtype: (torch.float32, dtype, torch.float64) for dtype in _FLOAT_DTYPES}
 
 
-def check_arguments(
+def check_training(
     input: Tensor,
     num_features: int | None,
     weight: Tensor | None,
@@ -25,23 +26,24 @@ def check_arguments(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
+    *,
+    alone: bool,
 ) -> None:
-    """Make all of the checks below, but for those of the device and the number of values.
+    """Make all checks of a training pass; ``alone`` is a process without other ranks.
 
     Raises:
-        TypeError, ValueError: As they do.
+        TypeError, ValueError, NotImplementedError: As the checks below do.
     """
-    # What has nothing wrong takes a fraction of the time: no words are made, nothing asked twice.
-    if _is_ordinary(
-        input,
-        num_features,
-        (weight, bias, running_mean, running_var),
-        num_batches_tracked,
-        momentum,
-        eps,
+    # Almost always nothing is wrong, which takes a fraction of the time to see.
+    vectors = (weight, bias, running_mean, running_var)
+    if (
+        _are_ordinary(input, num_features, vectors, num_batches_tracked, momentum, eps)
+        and input.device.type in _extension.device_types
+        and not (alone and input.numel() == input.size(1))
     ):
         return
     check_input(input, num_features)
+    check_device(input)
     check_channel_vectors(
         input, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
     )
@@ -49,9 +51,36 @@ def check_arguments(
     check_eps(eps)
     if momentum is not None:
         check_momentum(momentum)
+    if alone:
+        check_more_than_one_value(input)
 
 
-def _is_ordinary(
+def check_evaluation(
+    input: Tensor,
+    num_features: int | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    eps: float,
+) -> None:
+    """Make all checks of an evaluation pass.
+
+    Raises:
+        TypeError, ValueError: As the checks below do.
+    """
+    vectors = (weight, bias, running_mean, running_var)
+    if _are_ordinary(input, num_features, vectors, None, None, eps):
+        return
+    check_input(input, num_features)
+    check_channel_vectors(
+        input, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
+    )
+    check_running(running_mean, running_var)
+    check_eps(eps)
+
+
+def _are_ordinary(
     input: Tensor,
     num_features: int | None,
     vectors: tuple[Tensor | None, ...],
@@ -59,31 +88,39 @@ def _is_ordinary(
     momentum: float | None,
     eps: float,
 ) -> bool:
-    """Return whether the checks surely pass; they may pass if not."""
-    if not isinstance(input, Tensor) or input.dtype not in _FLOAT_DTYPES:
+    """Return whether the checks surely pass; they may pass if not.
+
+    Every attribute of a tensor costs about as much as a line of Python: as few as will do.
+    """
+    if not isinstance(input, Tensor) or input.layout is not torch.strided:
         return False
-    shape, device = input.shape, input.device
-    if input.layout is not torch.strided or len(shape) < 2 or shape[1] == 0:
+    vector_dtypes = _VECTOR_DTYPES.get(input.dtype)
+    shape = input.shape
+    if vector_dtypes is None or len(shape) < 2:
         return False
-    if num_features is not None and shape[1] != num_features:
+    channels, on_cpu = shape[1], input.is_cpu
+    if channels == 0 or (num_features is not None and channels != num_features):
         return False
     for vector in vectors:
-        if vector is not None and not (
-            isinstance(vector, Tensor)
-            and vector.shape == shape[1:2]
-            and vector.dtype in (torch.float32, torch.float64, input.dtype)
-            and vector.device == device
+        if vector is not None and (
+            not isinstance(vector, Tensor)
+            or vector.dtype not in vector_dtypes
+            or vector.shape != (channels,)
+            or vector.is_cpu is not on_cpu
+            or (not on_cpu and vector.device != input.device)
         ):
             return False
-    if (vectors[2] is None) != (vectors[3] is None):
+    _, _, running_mean, running_var = vectors
+    if (running_mean is None) != (running_var is None):
         return False
-    if num_batches_tracked is not None and not (
-        num_batches_tracked.dtype is torch.int64
-        and num_batches_tracked.numel() == 1
-        and num_batches_tracked.device == device
+    if num_batches_tracked is not None and (
+        num_batches_tracked.dtype is not torch.int64
+        or num_batches_tracked.numel() != 1
+        or num_batches_tracked.is_cpu is not on_cpu
+        or (not on_cpu and num_batches_tracked.device != input.device)
     ):
         return False
-    if momentum is not None and not (type(momentum) is float and math.isfinite(momentum)):
+    if momentum is not None and (type(momentum) is not float or not math.isfinite(momentum)):
         return False
     return type(eps) is float and 0 <= eps < math.inf
 
@@ -136,7 +173,7 @@ def check_channel_vectors(input: Tensor, **vectors: Tensor | None) -> None:
             raise ValueError(
                 f"expected {name} to have shape [{channels}], but got {list(vector.shape)}"
             )
-        if vector.dtype not in (input.dtype, torch.float32, torch.float64):
+        if vector.dtype not in _VECTOR_DTYPES[input.dtype]:
             raise TypeError(
                 f"expected {name} to have dtype {_dtype_name(input.dtype)}, float32 or float64, "
                 f"but got {_dtype_name(vector.dtype)}"

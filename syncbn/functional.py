@@ -97,8 +97,8 @@ def evaluate(
             input, running_mean, running_var, weight, bias, running_mean is None, momentum, eps
         )
     try:
-        checks.check_arguments(
-            input, num_features, weight, bias, running_mean, running_var, None, None, eps
+        checks.check_evaluation(
+            input, num_features, weight, bias, running_mean, running_var, eps
         )
     except (TypeError, ValueError) as error:
         raise _with_place(error, layer, None) from None
@@ -140,7 +140,7 @@ def train(
     try:
         group = collectives.resolve_group(process_group)
         checks.check_no_transform()
-        checks.check_arguments(
+        checks.check_training(
             input,
             num_features,
             weight,
@@ -150,10 +150,8 @@ def train(
             num_batches_tracked,
             momentum,
             eps,
+            alone=group is None,
         )
-        checks.check_device(input)
-        if group is None:
-            checks.check_more_than_one_value(input)
     except (TypeError, ValueError, NotImplementedError) as error:
         if group is not None:
             _withdraw(group, input, (weight, bias, running_mean, running_var), num_features)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated import EMULATION, ORDERS, PLAIN, SANITIZED, compiler, run
+from emulated import EMULATION, ORDERS, PLAIN, SANITIZED, compile_cxx
 
 # Faults of sample_kernels.cpp, and what is said about them.
 FAULTS = {
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compile_samples(program: Path, flags: list[str]) -> Path:
     source = EMULATION / "sample_kernels.cpp"
-    run(compiler(), "-std=c++17", *flags, source, "-o", program)
+    compile_cxx(*flags, source, "-o", program)
     return program
 
 
@@ -100,7 +100,7 @@ def test_access_past_an_allocation_is_found_by_address_sanitizer(sanitized, faul
 @pytest.fixture(scope="module")
 def convert(folder):
     source, library = EMULATION / "conversions.cpp", folder / "conversions.so"
-    run(compiler(), "-std=c++17", *PLAIN, "-shared", "-fPIC", source, "-o", library)
+    compile_cxx(*PLAIN, "-shared", source, "-o", library)
     functions = ctypes.CDLL(str(library))
 
     def call(name, values, dtype):
