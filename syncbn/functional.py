@@ -97,9 +97,7 @@ def evaluate(
             input, running_mean, running_var, weight, bias, running_mean is None, momentum, eps
         )
     try:
-        checks.check_evaluation(
-            input, num_features, weight, bias, running_mean, running_var, eps
-        )
+        checks.check_evaluation(input, num_features, weight, bias, running_mean, running_var, eps)
     except (TypeError, ValueError) as error:
         raise _with_place(error, layer, None) from None
     vectors = (running_mean, running_var, weight, bias)
