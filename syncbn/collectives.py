@@ -66,17 +66,16 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
     Raises:
         ValueError: This rank is not a member of the group.
     """
-    world = dist.group.WORLD if _AVAILABLE else None
-    if world is None:  # not initialised
+    if not _AVAILABLE or not dist.is_initialized():
         return None
-    group = world if process_group is None else process_group
+    group = dist.group.WORLD if process_group is None else process_group
     if isinstance(group, int):
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of this layer's process_group: "
             "torch.distributed.new_group returned no group for it. Give each rank a group that it "
             "is in, or do not run this layer on it in training mode"
         )
-    return group if group.size() > 1 else None
+    return group if group is not None and group.size() > 1 else None
 
 
 def check_join() -> None:

@@ -17,6 +17,9 @@ SPEC = importlib.util.spec_from_file_location(
 launches = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(launches)
 
+# torch's own, where a backward pass is the first to multiply matrices in its thread.
+pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+
 # A large one, of which each channel is split over blocks; a small one; and an empty one.
 SHAPES = [(64, 4, 56, 56), (8, 512, 7, 7), (256, 2048), (0, 3, 4, 4)]
 
@@ -165,8 +168,7 @@ def test_step_that_the_scaler_skips(each_device):
     assert scales == [2.0**10, 2.0**10]
 
 
-# Of inductor: what it imports, and advice on precision.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script", "ignore:TensorFloat32")
+@pytest.mark.filterwarnings("ignore")  # inductor's own, of several kinds
 @pytest.mark.cuda
 @pytest.mark.usefixtures("on_cuda")
 def test_reduce_overhead_equals_eager():

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import syncbn
+
 SCRIPT = Path(__file__).parent / "sanitize_operators.py"
 FOUND = 9  # the exit code that we ask for where errors are found
 
@@ -29,8 +31,12 @@ def sanitize(tool, *args):
         options += ["--padding", "64"]
     return subprocess.run(
         [program, *options, sys.executable, str(SCRIPT), *args],
-        # Each tensor an allocation of its own, or what lies past its end would be another's.
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(Path(syncbn.__file__).parent.parent),
+            # Each tensor an allocation of its own, or what lies past its end would be another's.
+            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

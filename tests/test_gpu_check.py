@@ -30,6 +30,20 @@ def test_without_a_gpu_it_ends_with_words(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(("option", "outcome"), [("-ra", "skipped"), ("--require-cuda", "error")])
+def test_cuda_tests_tell_why_they_cannot_run(option, outcome):
+    command = [sys.executable, "-m", "pytest", "tests/test_cuda_graphs.py", "-q", option]
+    result = subprocess.run(
+        [*command, "-k", "empty_batch"],
+        cwd=ROOT,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert f"1 {outcome}" in result.stdout and "no CUDA device is here" in result.stdout
+    assert result.returncode == (outcome == "error")
+
+
 def test_every_file_with_cuda_tests_is_run():
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "cuda", "tests"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -68,8 +82,8 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 pathlib.Path({str(pid)!r}).write_text(str(child.pid))
 child.wait()
 """
-    (outcome,) = gpu_check.run_at_once([part("hangs", code, seconds=3)], tmp_path)
-    assert outcome.result == "stopped at 3 s" and not outcome.passed
+    (outcome,) = gpu_check.run_at_once([part("hangs", code, seconds=10)], tmp_path)
+    assert outcome.result == "stopped at 10 s" and not outcome.passed
     state = Path(f"/proc/{pid.read_text()}/stat")
     # Gone, or killed and not yet asked for by whoever has inherited it.
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
