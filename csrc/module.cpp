@@ -12,7 +12,7 @@ pybind11::dict build_info() {
   info["built_with_torch"] = SYNCBN_BUILT_WITH_TORCH;
   info["cuda_architectures"] = SYNCBN_CUDA_ARCHITECTURES;  // empty: no CUDA operators
 #if defined(__x86_64__) && defined(__GNUC__)
-  info["instruction_sets"] = "x86-64 baseline and AVX2, chosen at run time";
+  info["instruction_sets"] = "x86-64 baseline, AVX2 and AVX-512, chosen at run time";
 #else
   info["instruction_sets"] = "the compiler's baseline";
 #endif
