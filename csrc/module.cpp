@@ -3,6 +3,8 @@
 
 #include <pybind11/pybind11.h>
 
+#include "cpu/simd.h"
+
 namespace {
 
 pybind11::dict build_info() {
@@ -16,6 +18,7 @@ pybind11::dict build_info() {
 #else
   info["instruction_sets"] = "the compiler's baseline";
 #endif
+  info["instruction_set"] = syncbn::cpu::instruction_set();
 #if defined(__clang__)
   info["compiler"] = "clang " __clang_version__;
 #elif defined(__GNUC__)

@@ -26,7 +26,7 @@ def collect_env() -> dict[str, str]:
         "GPUs": str(torch.cuda.device_count()),
         "distributed": ", ".join(b for b in backends if dist.is_backend_available(b)) or "none",
         "threads": str(torch.get_num_threads()),
-        "CPU": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
+        "CPU": f"{platform.machine()}, {build_info['instruction_set']}",
         "Python": sys.version.split()[0],
         "system": platform.platform(),
     }

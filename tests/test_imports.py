@@ -27,7 +27,7 @@ LATE = {("modules", "convert")}
 
 # Each folder of csrc, and what it may include of csrc and of torch.
 MAY_INCLUDE = {
-    "csrc": {"common"},
+    "csrc": {"common", "cpu"},
     "csrc/common": {"common", "torch"},
     "csrc/cpu": {"common", "cpu"},
     "csrc/cuda": {"common", "cuda", "kernels"},

@@ -58,6 +58,19 @@ inline SimdLevel simd_level() {
   return level;
 }
 
+// What is chosen here, in torch's words.
+inline const char* instruction_set() {
+  switch (simd_level()) {
+    case SimdLevel::kAvx512:
+      return "AVX512";
+    case SimdLevel::kAvx2:
+      return "AVX2";
+    case SimdLevel::kBaseline:
+      break;
+  }
+  return "DEFAULT";
+}
+
 template <typename Kernel, typename... Args>
 __attribute__((target("avx2,fma,f16c"), noinline)) void run_avx2(Args... args) {
   Kernel::template run<Avx2>(args...);
@@ -82,6 +95,8 @@ void run(Args... args) {
 }
 
 #else
+
+inline const char* instruction_set() { return "DEFAULT"; }
 
 template <typename Kernel, typename... Args>
 void run(Args... args) {
