@@ -1,4 +1,4 @@
-"""One binary for every processor: the operators are right with each instruction set that is here."""
+"""One binary for every processor: the operators are right with each instruction set it has."""
 
 import os
 import subprocess
