@@ -91,16 +91,25 @@ def test_cumulative_average(library, layout):
         assert tracked.item() == 3
 
 
-def test_counter_moves_once_for_all_blocks(library):
-    x = make_input((700, 2100), "contiguous", torch.float32)  # tiles and splits
+@pytest.mark.parametrize("shape", [(700, 2100), (3, 5, 91, 101)], ids=["matrix", "planar"])
+def test_statistics_move_once_for_all_blocks(library, shape):
+    x = make_input(shape, "contiguous", torch.float32)  # split over blocks, most of them
+    expected = [0.1 * moment for moment in reference_moments(x)]
+    count = x.numel() // shape[1]
+    expected[1] = 0.9 + expected[1] * count / (count - 1)
 
     def run(device):
+        mean, var = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
         tracked = torch.tensor(2**40)
-        apply(device, x, None, None, tracked)
-        return (tracked,)
+        apply(device, x, mean, var, tracked)
+        return mean, var, tracked
 
-    for _, (tracked,) in on_all_devices(library, run, x, x):
+    splits = []
+    for plan, (mean, var, tracked) in on_all_devices(library, run, x, x):
+        splits.append(plan["splits"])
+        torch.testing.assert_close([mean, var], expected)  # float64 sums
         assert tracked.item() == 2**40 + 1
+    assert max(splits) > 1
 
 
 def test_one_value_in_the_group_gives_no_infinite_variance(device):
