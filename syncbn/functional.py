@@ -185,18 +185,8 @@ def train(
         if group is not None:
             collectives.withdraw(group, 2 * input.size(1) + 1, input.device)
         raise
-    output = SyncBatchNormFunction.apply(
-        dense,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        momentum,
-        float(eps),
-        group,
-        layer,
-    )
+    running = (running_mean, running_var, num_batches_tracked, momentum)
+    output = SyncBatchNormFunction.apply(dense, weight, bias, running, float(eps), group, layer)
     return output
 
 
@@ -204,7 +194,7 @@ torch.fx.wrap("train")  # symbolic tracing records the call
 
 
 # Of the arguments after input, weight and bias.
-_NO_GRADIENTS = (None,) * 7
+_NO_GRADIENTS = (None,) * 4
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
@@ -216,15 +206,16 @@ class SyncBatchNormFunction(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
-        momentum: float | None,
+        running: tuple[Tensor | None, Tensor | None, Tensor | None, float | None],
         eps: float,
         group: ProcessGroup | None,
         layer: str,
     ) -> Tensor:
-        """Return the normalised input, which is dense; arguments as :func:`train`."""
+        """Return the normalised input, which is dense; arguments as :func:`train`.
+
+        ``running`` is what the operator wants of the running statistics, in one argument: autograd
+        looks at each tensor that is one of its own.
+        """
         try:
             totals = ops.batch_norm_stats(input)
         except RuntimeError:  # as above
@@ -235,15 +226,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
             totals = _all_reduce(totals, group, layer, "forward")
         try:
             output, mean, invstd, count = ops.batch_norm_apply(
-                input,
-                totals,
-                weight,
-                bias,
-                running_mean,
-                running_var,
-                num_batches_tracked,
-                momentum,
-                eps,
+                input, totals, weight, bias, *running, eps
             )
         except RuntimeError as error:
             raise _with_place(error, layer, group) from None

@@ -23,13 +23,24 @@ _batch_norm_backward_reduce = torch.ops.syncbn.batch_norm_backward_reduce.defaul
 _batch_norm_backward_apply = torch.ops.syncbn.batch_norm_backward_apply.default
 
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
 def as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     """Return ``tensor`` in a layout that the operators take: its own, or that of ``like``."""
     like = tensor if like is None else like
-    if like.is_contiguous() or not like.movedim(1, -1).is_contiguous():
+    if like.is_contiguous() or not _is_channels_last(like):
         return tensor.contiguous()
-    channels_last = tensor.movedim(1, -1)  # of any rank
-    return tensor if channels_last.is_contiguous() else channels_last.contiguous().movedim(-1, 1)
+    return (
+        tensor if _is_channels_last(tensor) else tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    )
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    memory_format = _CHANNELS_LAST.get(tensor.dim())
+    if memory_format is None:
+        return tensor.movedim(1, -1).is_contiguous()
+    return tensor.is_contiguous(memory_format=memory_format)
 
 
 def batch_norm_stats(input: Tensor) -> Tensor:

@@ -2,8 +2,9 @@
 // pass w is dy; for the statistics, where there is no dy, it is x - center itself.
 //
 // Every lane has sums of its own, which carry what rounding took from them (Kahan): as accurate as
-// double without the conversions. Four packs are added up before they go into a sum, without a
-// carry, which is the error that remains. Reads its input once. Without dy any pointer does for it.
+// double without the conversions. A group of packs is added up before it goes into a sum, without
+// a carry, which is the error that remains. Reads its input once. Without dy any pointer does for
+// it.
 #pragma once
 
 #include "columns.h"
@@ -12,9 +13,12 @@
 
 namespace syncbn::cpu {
 
-// What is read ahead. The statistics, which read a single stream, get half of the bandwidth of
-// memory where they leave it to the hardware. It does not matter that a tensor ends.
-constexpr int64_t kPrefetchBytes = 4096;
+constexpr int kGroup = 8;
+
+// How far planes are read ahead, measured: the statistics, which read a single stream, get half of
+// the bandwidth of memory without; two streams from memory get less if it is further.
+template <bool kWithGrad>
+constexpr int64_t kAheadBytes = kWithGrad ? 1024 : 4096;
 
 // Of packs or vectors.
 template <typename V>
@@ -44,21 +48,28 @@ struct Terms {
   }
   static SYNCBN_INLINE Terms load_pack(const T* dy, const T* x, const P& center) {
     const P deviation = load<T, Isa>(x) - center;
-    if constexpr (kWithGrad) {
-      return of(load<T, Isa>(dy), deviation);
-    } else {
-      __builtin_prefetch(reinterpret_cast<const char*>(x) + kPrefetchBytes);
-      return of(deviation, deviation);
-    }
+    return of(kWithGrad ? load<T, Isa>(dy) : deviation, deviation);
   }
   // Packs that are `stride` apart.
-  static SYNCBN_INLINE Terms load_four(const T* dy, const T* x, int64_t stride, const P& center) {
-    const Terms a = load_pack(dy, x, center);
-    const Terms b = load_pack(dy + stride, x + stride, center);
-    const Terms c = load_pack(dy + 2 * stride, x + 2 * stride, center);
-    const Terms d = load_pack(dy + 3 * stride, x + 3 * stride, center);
-    return {(a.weights + b.weights) + (c.weights + d.weights),
-            (a.products + b.products) + (c.products + d.products)};
+  template <int kPacks>
+  static SYNCBN_INLINE Terms load_packs(const T* dy, const T* x, int64_t stride, const P& center) {
+    if constexpr (kPacks == 1) {
+      return load_pack(dy, x, center);
+    } else {
+      constexpr int kHalf = kPacks / 2;
+      Terms sum = load_packs<kHalf>(dy, x, stride, center);
+      sum.add(load_packs<kHalf>(dy + kHalf * stride, x + kHalf * stride, stride, center));
+      return sum;
+    }
+  }
+  template <int kPacks>
+  static SYNCBN_INLINE void prefetch_packs(const T* dy, const T* x, int64_t stride) {
+    for (int i = 0; i < kPacks; ++i) {
+      __builtin_prefetch(x + i * stride);
+      if constexpr (kWithGrad) {
+        __builtin_prefetch(dy + i * stride);
+      }
+    }
   }
   SYNCBN_INLINE void add(const Terms& other) {
     weights = weights + other.weights;
@@ -82,10 +93,12 @@ SYNCBN_INLINE void planar_sums(const T* dy, const T* x, const Geometry& geometry
     const T* const run_dy = dy + runs.offset;
     const int64_t n = runs.length();
     int64_t i = 0;
-    for (; i + 4 * kSize <= n; i += 4 * kSize) {
-      const Some four = Some::load_four(run_dy + i, run_x + i, kSize, centers);
-      weight_sum.add(four.weights.low + four.weights.high);
-      product_sum.add(four.products.low + four.products.high);
+    for (; i + kGroup * kSize <= n; i += kGroup * kSize) {
+      constexpr int64_t kAhead = kAheadBytes<kWithGrad> / sizeof(T);
+      Some::template prefetch_packs<kGroup>(run_dy + i + kAhead, run_x + i + kAhead, kSize);
+      const Some group = Some::template load_packs<kGroup>(run_dy + i, run_x + i, kSize, centers);
+      weight_sum.add(group.weights.low + group.weights.high);
+      product_sum.add(group.products.low + group.products.high);
     }
     if (i == n) {
       continue;
@@ -144,12 +157,19 @@ SYNCBN_INLINE void column_sums(const T* dy, const T* x, int64_t stride, int64_t 
     product_sum.sum.write(sums[2] + lane);
     product_sum.lost.write(sums[3] + lane);
   };
+  // A group of rows is taken side by side, but those after it are read ahead one after another, if
+  // they lie so: memory is fastest that way.
+  const bool adjoin = stride == width;
+  const int64_t rows_ahead = round_up(divide_up(kPrefetchBytes / sizeof(T), width), kGroup);
   int64_t row = 0;
   if (!columns.narrow()) {
-    for (; row + 4 <= rows; row += 4) {
+    for (; row + kGroup <= rows; row += kGroup) {
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
+        const int64_t ahead = (row + rows_ahead) * stride + (adjoin ? kGroup * lane : lane);
+        Some::template prefetch_packs<kGroup>(dy + ahead, x + ahead, adjoin ? kSize : stride);
         const int64_t at = row * stride + std::min(lane, width - kSize);
-        add(lane, Some::load_four(dy + at, x + at, stride, P::read(centers + lane)));
+        add(lane,
+            Some::template load_packs<kGroup>(dy + at, x + at, stride, P::read(centers + lane)));
       }
     }
   }

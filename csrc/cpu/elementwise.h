@@ -18,6 +18,8 @@ namespace syncbn::cpu {
 // Of rows that are several rows of a matrix.
 constexpr int64_t kWidestRow = 2048;
 
+constexpr int64_t kLine = 64;  // bytes, of the caches
+
 // What the last cache holds. Asked of Linux and not of sysconf, which counts those of all cores.
 inline int64_t last_cache_bytes() {
   static const int64_t bytes = [] {
@@ -54,6 +56,16 @@ struct Elementwise {
       store<T, Isa, kStream>(op(load<T, Isa>(job.inputs[I] + at)...), job.output + at);
     }
 
+    // Reads ahead what compute() will need.
+    template <bool kStream, size_t... I>
+    static SYNCBN_INLINE void prefetch(const Elementwise& job, int64_t at,
+                                       std::index_sequence<I...>) {
+      (__builtin_prefetch(job.inputs[I] + at), ...);
+      if constexpr (!kStream) {
+        __builtin_prefetch(job.output + at, 1);
+      }
+    }
+
     // The `count` values before `end`, fewer than a pack.
     template <size_t... I>
     static SYNCBN_INLINE void compute_last(const Elementwise& job, const Op<P>& op, int64_t end,
@@ -78,11 +90,13 @@ struct Elementwise {
       }
       int64_t at = begin;
       if constexpr (kStream) {
-        constexpr size_t kLine = 64;
         compute<false>(job, op, at, Inputs{});
         at += (-reinterpret_cast<size_t>(job.output + at) % kLine) / sizeof(T);
       }
       for (; at + kSize <= end; at += kSize) {
+        if constexpr (!kStream) {  // memory is fast enough by itself, the last cache is not
+          prefetch<kStream>(job, at + kPrefetchBytes / sizeof(T), Inputs{});
+        }
         compute<kStream>(job, op, at, Inputs{});
       }
       if (at < end) {
@@ -108,42 +122,35 @@ struct Elementwise {
       return {P::read(job.constants + K * lanes + lane)...};
     }
 
-    // Tiles of some rows, so that their constants stay in L1. One row at a time, although the
-    // constants are read for each: hardware prefetching follows a single stream best.
+    // Four rows are taken side by side, which read the constants once, but those after them are
+    // read ahead one after another: memory is fastest that way.
     template <bool kStream>
     static SYNCBN_INLINE void run_rows(const Elementwise& job, int64_t begin, int64_t rows) {
-      constexpr int64_t kTileRows = 8;
-      constexpr int64_t kTileLanes = 512;
       const Columns<T, Isa> columns{job.width};
       const int64_t lanes = columns.lanes();
-      for (int64_t top = 0; top < rows; top += kTileRows) {
-        const int64_t bottom = std::min(top + kTileRows, rows);
-        for (int64_t left = 0; left < lanes; left += kTileLanes) {
-          const int64_t right = std::min(left + kTileLanes, lanes);
-          int64_t row = top;
-          for (; row + 4 <= bottom && !columns.narrow(); row += 4) {
-            const int64_t at = begin + row * job.width;
-            for (int64_t lane = left; lane < right; lane += kSize) {
-              const int64_t column = std::min(lane, job.width - kSize);
-              const Op<P> op = of_lanes(job, lane, lanes, Constants{});
-              compute<kStream>(job, op, at + column, Inputs{});
-              compute<kStream>(job, op, at + job.width + column, Inputs{});
-              compute<kStream>(job, op, at + 2 * job.width + column, Inputs{});
-              compute<kStream>(job, op, at + 3 * job.width + column, Inputs{});
-            }
+      const int64_t ahead = round_up(kPrefetchBytes / sizeof(T), 4 * job.width);
+      int64_t row = 0;
+      for (; row + 4 <= rows && !columns.narrow(); row += 4) {
+        const int64_t first = begin + row * job.width;
+        for (int64_t lane = 0; lane < lanes; lane += kSize) {
+          const Op<P> op = of_lanes(job, lane, lanes, Constants{});
+          const int64_t at = first + std::min(lane, job.width - kSize);
+          for (int i = 0; i < 4; ++i) {
+            prefetch<kStream>(job, first + ahead + 4 * lane + i * kSize, Inputs{});
+            compute<kStream>(job, op, at + i * job.width, Inputs{});
           }
-          for (; row < bottom; ++row) {
-            const int64_t at = begin + row * job.width;
-            if (columns.narrow()) {
-              compute_last(job, of_lanes(job, 0, lanes, Constants{}), at + job.width, job.width,
-                           Inputs{});
-              continue;
-            }
-            for (int64_t lane = left; lane < right; lane += kSize) {
-              const int64_t column = std::min(lane, job.width - kSize);
-              compute<kStream>(job, of_lanes(job, lane, lanes, Constants{}), at + column, Inputs{});
-            }
-          }
+        }
+      }
+      for (; row < rows; ++row) {
+        const int64_t first = begin + row * job.width;
+        if (columns.narrow()) {
+          compute_last(job, of_lanes(job, 0, lanes, Constants{}), first + job.width, job.width,
+                       Inputs{});
+          continue;
+        }
+        for (int64_t lane = 0; lane < lanes; lane += kSize) {
+          const int64_t at = first + std::min(lane, job.width - kSize);
+          compute<kStream>(job, of_lanes(job, lane, lanes, Constants{}), at, Inputs{});
         }
       }
     }
@@ -228,7 +235,6 @@ struct Elementwise {
     const bool in_rows = is_in_rows(geometry);
     const int64_t row = geometry.channels * (in_rows ? geometry.inner : 1);
     const int64_t wide = in_rows ? rows_per_wide_row(row, kWidestRow) : 1;
-    constexpr int64_t kLine = 64;
     constexpr int64_t kLargestPack = 2 * Avx512::kVectorBytes / sizeof(A);
     // Vectors of constants must not straddle cache lines.
     std::vector<A> storage(kConstants * round_up(row * wide, kLargestPack) + kLine / sizeof(A));
@@ -269,7 +275,8 @@ template <template <typename> class Op, typename T, size_t kInputs>
 void elementwise(const Geometry& geometry, const std::array<const T*, kInputs>& inputs, T* output,
                  const double* constants) {
   // Past the caches what they cannot hold, which saves reading what it overwrites.
-  const bool stream = static_cast<int64_t>(geometry.numel() * sizeof(T)) > last_cache_bytes();
+  const auto tensor_bytes = static_cast<int64_t>(geometry.numel() * sizeof(T));
+  const bool stream = (int64_t{kInputs} + 1) * tensor_bytes > last_cache_bytes();
   Elementwise<Op, T>{inputs, output, geometry, stream, 0, nullptr}.run_all(constants);
 }
 
