@@ -30,10 +30,12 @@ def _bars(rows: list[Row], series: dict[str, list[Row]], title: str, mark: str) 
         axes.barh(places, medians, height, xerr=whiskers, label=name, error_kw={"lw": 0.8})
     axes.axvline(1, color="black", lw=0.8)
     axes.set_yticks(range(len(labels)), labels)
+    axes.margins(y=0.005)
     axes.invert_yaxis()
     axes.set_xlabel(mark)
     first = rows[0]
-    axes.set_title(f"{title}\n{first.device}, {first.date}, commit {first.commit}; {SUBTITLE}")
+    origin = f"{first.device}, {first.date}, commit {first.commit}"
+    axes.set_title(f"{title}\n{origin}\n{SUBTITLE}", fontsize=10)
     axes.grid(axis="x", alpha=0.3)
     figure.legend(loc="outside lower center", ncols=3)
     return figure

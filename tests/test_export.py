@@ -88,3 +88,14 @@ def test_fx_fuses_after_revert():
     # and leaves layers alone that were not reverted
     model = build()
     assert_fused(optimization.fuse(model)(batch()), expected)
+
+
+# torch's own: scripting is deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+@pytest.mark.filterwarnings("ignore:`torch.jit.load")
+def test_script_takes_a_reverted_model():
+    model = build()
+    with pytest.raises(RuntimeError, match="SyncBatchNorm"):
+        torch.jit.script(model)
+    expected = model(batch())
+    assert torch.equal(torch.jit.script(revert_sync_batchnorm(model))(batch()), expected)
