@@ -58,6 +58,7 @@ def _device(rows: list[Row]) -> str:
         f"{overhead['syncbn']:.0f} us for a step of a tiny layer, with torch's layer "
         f"{overhead['torch']:.0f}. Measured on {first.date} at",
         f"commit {first.commit} with torch {first.torch}.",
+        *([] if on_cuda else ["Inputs of `memory` fit no cache, those of `cache` the last one."]),
         *_default_allocator(rows),
         f"[All figures](benchmarks/results/{first.device}.csv), and two pictures:",
         f"[against torch](benchmarks/results/{first.device}-torch.png),",
