@@ -1,6 +1,7 @@
 """Writes the README's table from benchmarks/results/*.csv: ``python benchmarks/table.py``."""
 
 import argparse
+import statistics
 from pathlib import Path
 
 from rows import RESULTS, Row, read
@@ -58,7 +59,13 @@ def _device(rows: list[Row]) -> str:
         f"{overhead['syncbn']:.0f} us for a step of a tiny layer, with torch's layer "
         f"{overhead['torch']:.0f}. Measured on {first.date} at",
         f"commit {first.commit} with torch {first.torch}.",
-        *([] if on_cuda else ["Inputs of `memory` fit no cache, those of `cache` the last one."]),
+        *(
+            []
+            if on_cuda
+            else [
+                "What a step of `memory` takes fits no cache, what one of `cache` takes the last."
+            ]
+        ),
         *_default_allocator(rows),
         f"[All figures](benchmarks/results/{first.device}.csv), and two pictures:",
         f"[against torch](benchmarks/results/{first.device}-torch.png),",
@@ -89,13 +96,15 @@ def _default_allocator(rows: list[Row]) -> list[str]:
         for row in rows
         if _is_layer(row)
         and row.allocator == "default"
+        and (row.dtype, row.layout) in COLUMNS
         and (row.quantity, row.variant) == ("forward+backward", "torch/syncbn")
     ]
     if not speed:
         return []
     return [
         "Memory was reused, as in a long training; where the system provides each large output",
-        f"anew, the first number of a case is {min(speed):.2f} to {max(speed):.2f}.",
+        f"anew, the first numbers are {min(speed):.2f} to {max(speed):.2f}, half of them below",
+        f"{statistics.median(speed):.2f}.",
     ]
 
 

@@ -213,8 +213,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
     ) -> Tensor:
         """Return the normalised input, which is dense; arguments as :func:`train`.
 
-        ``running`` is what the operator wants of the running statistics, in one argument: autograd
-        looks at each tensor that is one of its own.
+        ``running`` is what the operator wants of the running statistics, in one argument because
+        autograd inspects every tensor that is passed directly.
         """
         try:
             totals = ops.batch_norm_stats(input)

@@ -13,6 +13,7 @@
 
 namespace syncbn::cpu {
 
+// Packs or rows that are added up without a carry; a power of two.
 constexpr int kGroup = 8;
 
 // How far planes are read ahead, measured: the statistics, which read a single stream, get half of

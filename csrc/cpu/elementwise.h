@@ -90,11 +90,13 @@ struct Elementwise {
       }
       int64_t at = begin;
       if constexpr (kStream) {
+        // By less than a pack, which has been written.
+        constexpr size_t kAlignment = std::min<size_t>(kLine, kSize * sizeof(T));
         compute<false>(job, op, at, Inputs{});
-        at += (-reinterpret_cast<size_t>(job.output + at) % kLine) / sizeof(T);
+        at += (-reinterpret_cast<size_t>(job.output + at) % kAlignment) / sizeof(T);
       }
       for (; at + kSize <= end; at += kSize) {
-        if constexpr (!kStream) {  // memory is fast enough by itself, the last cache is not
+        if constexpr (!kStream) {  // memory, a single stream, is fast enough by itself
           prefetch<kStream>(job, at + kPrefetchBytes / sizeof(T), Inputs{});
         }
         compute<kStream>(job, op, at, Inputs{});

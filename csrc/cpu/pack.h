@@ -78,7 +78,8 @@ constexpr int lane_of_place(int place) {
   return !std::is_same_v<T, BFloat16> ? place : place / 2 + place % 2 * kHalf;
 }
 
-// How far ahead of what is in use to read. It does not matter that a tensor ends before.
+// How far ahead of what is in use to read, measured with AVX2. It does not matter that a tensor
+// ends before.
 constexpr int64_t kPrefetchBytes = 2048;
 
 namespace detail {
