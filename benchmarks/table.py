@@ -62,9 +62,7 @@ def _device(rows: list[Row]) -> str:
         *(
             []
             if on_cuda
-            else [
-                "What a step of `memory` takes fits no cache, what one of `cache` takes the last."
-            ]
+            else ["Cases of `memory` are meant to fit no cache, those of `cache` the last one."]
         ),
         *_default_allocator(rows),
         f"[All figures](benchmarks/results/{first.device}.csv), and two pictures:",
