@@ -66,16 +66,11 @@ struct Pack {
   }
 };
 
-// The place in memory of what lane `lane` of a pack of T holds, and the reverse.
+// The place in memory of what lane `lane` of a pack of T holds.
 template <typename T, typename Isa>
 constexpr int place_of_lane(int lane) {
   constexpr int kHalf = Pack<compute_t<T>, Isa>::kSize / 2;
   return !std::is_same_v<T, BFloat16> ? lane : lane < kHalf ? 2 * lane : 2 * (lane - kHalf) + 1;
-}
-template <typename T, typename Isa>
-constexpr int lane_of_place(int place) {
-  constexpr int kHalf = Pack<compute_t<T>, Isa>::kSize / 2;
-  return !std::is_same_v<T, BFloat16> ? place : place / 2 + place % 2 * kHalf;
 }
 
 // How far ahead of what is in use to read, measured with AVX2. It does not matter that a tensor
