@@ -226,6 +226,10 @@ def train_with_mmengine(rank, world_size, code, folder, by_config):
 @pytest.mark.works("MMEngine: `Runner` with a model, and from a config, in place of `sync_bn`")
 @pytest.mark.parametrize("by_config", [False, True], ids=["model", "config"])
 def test_mmengine(two_ranks, whole_batch, tmp_path, by_config):
+    # MMEngine imports it, and who imports it first writes its caches: of two ranks that do so at
+    # once, one may read the other's half of a file.
+    import yapf  # noqa: F401
+
     code = lines("MMEngine")[by_config]
     states = two_ranks.run(train_with_mmengine, code, str(tmp_path), by_config)
     check(states, whole_batch)
