@@ -95,10 +95,17 @@ struct Elementwise {
         compute<false>(job, op, at, Inputs{});
         at += (-reinterpret_cast<size_t>(job.output + at) % kAlignment) / sizeof(T);
       }
-      for (; at + kSize <= end; at += kSize) {
+      // A line at a time, which is what is read ahead.
+      constexpr int kLinePacks = std::max<int>(kLine / (kSize * sizeof(T)), 1);
+      for (; at + kLinePacks * kSize <= end; at += kLinePacks * kSize) {
         if constexpr (!kStream) {  // memory, a single stream, is fast enough by itself
           prefetch<kStream>(job, at + kPrefetchBytes / sizeof(T), Inputs{});
         }
+        for (int i = 0; i < kLinePacks; ++i) {
+          compute<kStream>(job, op, at + i * kSize, Inputs{});
+        }
+      }
+      for (; at + kSize <= end; at += kSize) {
         compute<kStream>(job, op, at, Inputs{});
       }
       if (at < end) {
