@@ -1,5 +1,6 @@
 """Where results are from: versions, commit, device, date."""
 
+import contextlib
 import datetime
 import functools
 import os
@@ -48,10 +49,13 @@ def _commit() -> str:
 
     A copy of the files without git can be told by the environment variable SYNCBN_COMMIT.
     """
-    result = subprocess.run(
-        ["git", "describe", "--always", "--exclude=*", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    return result.stdout.strip() or os.environ.get("SYNCBN_COMMIT") or "unknown"
+    described = ""
+    with contextlib.suppress(FileNotFoundError):  # a machine without git
+        result = subprocess.run(
+            ["git", "describe", "--always", "--exclude=*", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+        )
+        described = result.stdout.strip()
+    return described or os.environ.get("SYNCBN_COMMIT") or "unknown"

@@ -30,8 +30,8 @@ except ImportError as error:
         f"  Python looked in {Path(__file__).parent}, with torch "
         f"{torch.__version__}.\n"
         "  In a source checkout, install it first: pip install --no-build-isolation .\n"
-        "  Otherwise rebuild it here: "
-        "pip install --force-reinstall --no-deps --no-cache-dir syncbn"
+        "  Elsewhere, build it again from its sources: "
+        "pip install --force-reinstall --no-deps --no-cache-dir PATH_TO_SOURCES"
     ) from error
 
 build_info: dict[str, Any] = _C.build_info()
@@ -47,9 +47,10 @@ def _load_cuda() -> str:
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     try:
-        (library,) = Path(_C.__file__).parent.glob("_cuda.*")
-        torch.ops.load_library(library)
-    except (OSError, ValueError) as error:
+        operators = Path(_C.__file__)
+        # Built for the same Python, of which a source checkout may hold more than one's.
+        torch.ops.load_library(operators.with_name(operators.name.replace("_C", "_cuda", 1)))
+    except OSError as error:
         return f"its library of CUDA operators cannot be loaded: {error}"
     return ""
 

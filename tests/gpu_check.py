@@ -30,11 +30,10 @@ TEST_FILES = {
         "test_cuda_operators.py",
         "test_functional.py",
         "test_modules.py",
-        "test_multi_rank.py",
         "test_ops.py",
         "test_torch_defects.py",
     ],
-    "ranks": ["test_cuda_ranks.py"],
+    "ranks": ["test_cuda_ranks.py", "test_multi_rank.py"],
     "sanitizer": ["test_cuda_sanitizer.py"],
 }
 

@@ -55,6 +55,9 @@ def test_error_is_at_most_twice_torchs(dtype, parameter_dtype, shape, layout, me
         # Where torch happens to be exact, one rounding is still allowed.
         eps = torch.finfo(mine.dtype if name in QUANTITIES[:2] else parameter_dtype).eps
         allowed = max(2 * torchs_error.item(), eps * right.abs().max().item() / 2)
+        if name == "running_mean" and x.is_cuda:
+            # Threads add up in float32: a mean near zero is as exact as the values are.
+            allowed = max(allowed, 0.1 * eps * x.double().std().item())
         assert error <= allowed, f"{name}: {error:.2e} against torch's {torchs_error:.2e}"
 
 
@@ -72,4 +75,6 @@ def test_error_in_float64_is_at_most_twice_torchs(shape, layout):
     exact = (wide - mean) / np.sqrt(var + np.longdouble(1e-5))
     ours = SyncBatchNorm(shape[1]).double()(x).detach().cpu().numpy()
     torchs = nn.BatchNorm2d(shape[1]).double()(x).detach().cpu().numpy()
-    assert np.abs(ours - exact).max() <= 2 * np.abs(torchs - exact).max()
+    # Where torch is all but exact: the roundings of four operations, half an eps each.
+    allowed = max(2 * np.abs(torchs - exact).max(), 2 * np.finfo(ours.dtype).eps * abs(exact).max())
+    assert np.abs(ours - exact).max() <= allowed

@@ -29,7 +29,7 @@ def sanitize(tool, *args):
     options += ["--kernel-name", "kernel_substring=syncbn", "--report-api-errors", "no"]
     if tool == "memcheck":
         options += ["--padding", "64"]
-    return subprocess.run(
+    result = subprocess.run(
         [program, *options, sys.executable, str(SCRIPT), *args],
         env={
             **os.environ,
@@ -42,6 +42,9 @@ def sanitize(tool, *args):
         text=True,
         timeout=300,
     )
+    if "Device not supported" in result.stdout:  # as under some virtual machines
+        pytest.skip("compute-sanitizer does not support this device")
+    return result
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])

@@ -23,7 +23,7 @@ int32_t check_cuda(const Tensor& input) {
   return input.get_device_index();
 }
 
-// Asked for once.
+// Cached per device.
 int count_multiprocessors(int device) {
   static std::mutex mutex;
   static std::map<int, int> known;
@@ -32,6 +32,9 @@ int count_multiprocessors(int device) {
   if (number == 0) {
     const cudaError_t error =
         cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device);
+    if (error != cudaSuccess) {
+      cudaGetLastError();  // which torch would take for its own
+    }
     SYNCBN_CHECK(error == cudaSuccess, "syncbn cannot use CUDA device ", device, ": ",
                  cudaGetErrorString(error));
   }
@@ -51,11 +54,11 @@ Workspace Device::make_workspace(const Plan& plan, const Tensor& input,
   if (plan.num_counters() == 0) {
     return {nullptr, nullptr};
   }
-  keep_alive.push_back(torch::stable::new_empty(input, {plan.num_partials()}, ScalarType::Double));
+  keep_alive.push_back(allocate_vector(plan.num_partials(), ScalarType::Double, input));
   auto* partials = static_cast<double*>(keep_alive.back().mutable_data_ptr());
   unsigned int* counters =
       take_counters(index_, static_cast<cudaStream_t>(stream_), plan.num_counters());
-  if (counters == nullptr) {  // thousands of captured graphs later: one more small launch
+  if (counters == nullptr) {  // rarely, as after thousands of captured graphs: one more launch
     keep_alive.push_back(torch::stable::new_zeros(input, {plan.num_counters()}, ScalarType::Int));
     counters = static_cast<unsigned int*>(keep_alive.back().mutable_data_ptr());
   }

@@ -1,23 +1,25 @@
 #include <map>
 #include <mutex>
-#include <utility>
 
 #include "counters.h"
 
 namespace syncbn::cuda {
 namespace {
 
-// 4 MB: the streams of a process, and captures of a hundred models of a hundred layers.
+// 4 MB: two hundred streams of a process, or captures of a hundred models of a hundred layers.
 constexpr int64_t kNumCounters = 1 << 20;
-// More than a reduction's tiles wherever it is split: those fill each multiprocessor once at most.
-constexpr int64_t kCountersOfStream = 1024;
+// More than a split reduction has tiles, which is up to nine for each block that is resident
+// (plan.h), on GPUs of up to 227 multiprocessors.
+constexpr int64_t kCountersOfStream = 4096;
 
 // In the binary, so that they are zero without a launch, inside of a graph as well.
 __device__ unsigned int counters[kNumCounters];
 
+// What is taken of a device's counters.
 struct Allotment {
+  unsigned int* counters = nullptr;  // their address, once asked for
   int64_t taken = 0;
-  std::map<cudaStream_t, int64_t> of_stream;
+  std::map<cudaStream_t, unsigned int*> of_stream;
 };
 
 bool is_capturing(cudaStream_t stream) {
@@ -29,13 +31,21 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Where `number` counters begin, or -1.
-int64_t allot(Allotment& allotment, int64_t number) {
+// Where `number` counters begin, or null.
+unsigned int* allot(Allotment& allotment, int64_t number) {
+  if (allotment.counters == nullptr) {
+    void* address = nullptr;
+    if (cudaGetSymbolAddress(&address, counters) != cudaSuccess) {
+      cudaGetLastError();  // the launch must not find it
+      return nullptr;
+    }
+    allotment.counters = static_cast<unsigned int*>(address);
+  }
   if (allotment.taken + number > kNumCounters) {
-    return -1;
+    return nullptr;
   }
   allotment.taken += number;
-  return allotment.taken - number;
+  return allotment.counters + allotment.taken - number;
 }
 
 }  // namespace
@@ -43,26 +53,22 @@ int64_t allot(Allotment& allotment, int64_t number) {
 unsigned int* take_counters(int device, cudaStream_t stream, int64_t number) {
   static std::mutex mutex;
   static std::map<int, Allotment> allotments;
-  const bool own = number > kCountersOfStream || is_capturing(stream);
+  const bool captured = is_capturing(stream);
 
   const std::lock_guard<std::mutex> lock(mutex);
   Allotment& allotment = allotments[device];
-  int64_t first;
-  if (own) {
-    first = allot(allotment, number);
-  } else {
-    const auto found = allotment.of_stream.find(stream);
-    first =
-        found != allotment.of_stream.end() ? found->second : allot(allotment, kCountersOfStream);
-    if (first >= 0) {
-      allotment.of_stream[stream] = first;
-    }
+  if (captured) {
+    return allot(allotment, number);
   }
-  void* address = nullptr;
-  if (first < 0 || cudaGetSymbolAddress(&address, counters) != cudaSuccess) {
+  // That handle means another stream in each thread.
+  if (number > kCountersOfStream || stream == cudaStreamPerThread) {
     return nullptr;
   }
-  return static_cast<unsigned int*>(address) + first;
+  unsigned int*& of_stream = allotment.of_stream[stream];
+  if (of_stream == nullptr) {
+    of_stream = allot(allotment, kCountersOfStream);
+  }
+  return of_stream;
 }
 
 }  // namespace syncbn::cuda

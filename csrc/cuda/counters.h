@@ -8,7 +8,7 @@
 namespace syncbn::cuda {
 
 // Returns `number` counters of `device`, the current one, that no launch uses that may run at the
-// same time as this one, or null where there are none left.
+// same time as this one, or null where there are none: the caller then needs to make some.
 //
 // Launches on one stream follow each other and share theirs. A launch that is captured into a graph
 // gets its own for good: graphs run on any stream.

@@ -4,8 +4,9 @@
 // mean and for the squared deviations from it: as robust as Welford's method, without a division
 // for each value. Chunks, then threads, are merged exactly (csrc/common/moments.h has the formula)
 // in float, then blocks in float64. Floats do not hold the mean of values far from zero: all
-// threads of a block subtract the same value of the channel, the pivot, first. Values that were 16
-// bits wide need none, for their own rounding is coarser.
+// threads of a block subtract the same value of the channel, the pivot, first; and before they are
+// merged, the mean that the first of them has found, so that what is rounded then is small. Values
+// that were 16 bits wide need neither, for their own rounding is coarser.
 
 #include "../../common/moments.h"
 #include "device.h"
@@ -43,6 +44,33 @@ struct ChannelMoments {
 
 template <typename T>
 constexpr bool kPivoted = std::is_same_v<T, compute_t<T>>;
+
+// Merges the moments of the threads of each group into those of its member 0, and adds to `pivot`
+// what they were relative to. All threads of the block call it.
+template <bool kPivot, typename Memory, typename A, int kChannels>
+__device__ void merge_moments(Memory& memory, ChannelMoments<A, kChannels>& state,
+                              double (&pivot)[kChannels], int member, int members, int group,
+                              int groups) {
+  if constexpr (kPivot) {
+    // Where merge_members() does not write: it writes what members other than 0 have.
+    if (member == 0) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) {
+        memory.exchange[c][group] = state.mean[c];
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c) {
+      const A first_mean = memory.exchange[c][group];
+      if (state.count > 0) {
+        state.mean[c] -= first_mean;
+      }
+      pivot[c] += first_mean;
+    }
+  }
+  merge_members(memory, state, member, members, group, groups);
+}
 
 // Writes a block's moments of one channel as the two sums of the message.
 template <typename Memory, typename A>
@@ -138,11 +166,17 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     }
   }
 
-  merge_members(memory, state, threadIdx.y, blockDim.y, threadIdx.x, blockDim.x);
+  double full_pivot[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    full_pivot[v] = pivot[v];
+  }
+  merge_moments<kPivoted<T>>(memory, state, full_pivot, threadIdx.y, blockDim.y, threadIdx.x,
+                             blockDim.x);
   if (threadIdx.y == 0) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      put_sums(memory, threadIdx.x * kVector + v, pivot[v], state.count, state.mean[v],
+      put_sums(memory, threadIdx.x * kVector + v, full_pivot[v], state.count, state.mean[v],
                state.m2[v]);
     }
   }
@@ -221,9 +255,11 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     }
   }
 
-  merge_members(memory, state, threadIdx.x, blockDim.x, threadIdx.y, blockDim.y);
+  double full_pivot[1] = {pivot};
+  merge_moments<kPivoted<T>>(memory, state, full_pivot, threadIdx.x, blockDim.x, threadIdx.y,
+                             blockDim.y);
   if (threadIdx.x == 0) {
-    put_sums(memory, threadIdx.y, pivot, state.count, state.mean[0], state.m2[0]);
+    put_sums(memory, threadIdx.y, full_pivot[0], state.count, state.mean[0], state.m2[0]);
   }
   finish_message(memory, planar.channels, blockDim.y, count, message, workspace);
 }
