@@ -23,8 +23,6 @@ pybind11::dict build_info() {
   info["compiler"] = "clang " __clang_version__;
 #elif defined(__GNUC__)
   info["compiler"] = "gcc " __VERSION__;
-#elif defined(_MSC_VER)
-  info["compiler"] = "msvc " + std::to_string(_MSC_VER);
 #endif
   return info;
 }

@@ -2,10 +2,9 @@
 
 Sums over the batch and the update of the running statistics stay operators. The element-wise halves
 are plain tensor expressions, which Inductor fuses with the activation and the residual around them;
-their arithmetic is that of csrc/cpu/batch_norm_apply.cpp and batch_norm_backward_apply.cpp. The
-operators here are written in Python for two reasons: they take inputs of any strides, so that the
-compiler may choose the layout, and they can ask, when the graph runs, what a graph cannot know when
-it is traced.
+their formulas are those of csrc/common/channel_constants.h. The operators here are written in
+Python for two reasons: they take inputs of any strides, so that the compiler may choose the layout,
+and they can ask, when the graph runs, what a graph cannot know when it is traced.
 """
 
 from typing import Any
@@ -45,20 +44,18 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         mean, invstd, count = torch.ops.syncbn.compiled_update.default(
             totals, running_mean, running_var, num_batches_tracked, momentum, eps, input.dtype
         )
-        # float32's rounding of a large mean would show in x - mean: what the float next to the mean
-        # leaves of it is part of the shift.
         dtype = _compute_dtype(input)
-        rounded_mean = _cast(mean, dtype)
+        rounded_mean = ops.cast(mean, dtype)
         scale = invstd if weight is None else invstd * weight
         shift = (rounded_mean - mean) * scale
         if bias is not None:
             shift = shift + bias
         center, scale, shift = _per_channel(dtype, input, mean, scale, shift)
-        output = (_cast(input, dtype) - center) * scale + shift
+        output = (ops.cast(input, dtype) - center) * scale + shift
         ctx.save_for_backward(input, weight, mean, invstd, count)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.group = group
-        return _cast(output, input.dtype)
+        return ops.cast(output, input.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -73,17 +70,17 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dtype = _compute_dtype(input)
             mean_dy, mean_dy_xhat = (sums / count.clamp(min=1)).chunk(2)
-            slope = invstd * mean_dy_xhat
-            offset = (mean - _cast(mean, dtype)) * slope - mean_dy
             scale = invstd if weight is None else invstd * weight
-            center, slope, offset, scale = _per_channel(dtype, input, mean, slope, offset, scale)
-            centred = _cast(input, dtype) - center
-            grad_input = (_cast(grad_output, dtype) + offset - centred * slope) * scale
-            grad_input = _cast(grad_input, input.dtype)
+            slope = -scale * invstd * mean_dy_xhat
+            shift = -scale * mean_dy - (mean - ops.cast(mean, dtype)) * slope
+            center, slope, shift, scale = _per_channel(dtype, input, mean, slope, shift, scale)
+            deviation = ops.cast(input, dtype) - center
+            grad_input = ops.cast(grad_output, dtype) * scale + (deviation * slope + shift)
+            grad_input = ops.cast(grad_input, input.dtype)
         return (
             grad_input,
             None if weight is None else grad_weight,
-            None if ctx.bias_dtype is None else _cast(grad_bias, ctx.bias_dtype),
+            None if ctx.bias_dtype is None else ops.cast(grad_bias, ctx.bias_dtype),
             *(None,) * 6,
         )
 
@@ -92,17 +89,9 @@ def _compute_dtype(input: Tensor) -> torch.dtype:
     return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor.to(dtype)``, but do not trace one that would return ``tensor`` itself.
-
-    torch 2.11 loses the gradient of an output that such a call has returned: backward gets zeros.
-    """
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
-
-
 def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
     """Return values [C] in ``dtype`` to be combined with ``input``, computed once per channel."""
-    constants = _cast(torch.stack(values), dtype)
+    constants = ops.cast(torch.stack(values), dtype)
     torch.ops.syncbn.compiled_materialize.default(constants)
     shape = (1, -1) + (1,) * (input.dim() - 2)
     return tuple(constant.view(shape) for constant in constants.unbind())

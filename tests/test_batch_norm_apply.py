@@ -41,7 +41,7 @@ def test_output_matches_float64(shape, layout, dtype):
     assert_normalised_close(output, expected, dtype, message_error.max().item())
     assert mean.dtype == invstd.dtype == count.dtype == torch.float64
     assert count.tolist() == [x.numel() / channels]
-    # float sums of a few dozen values, in double from there on
+    # float32 sums, compensated or of a few dozen values; float64 after them
     torch.testing.assert_close(mean, expected_mean, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(invstd, expected_invstd, rtol=1e-6, atol=0.0)
 
@@ -127,9 +127,16 @@ def test_bad_channel_keeps_its_running_statistics(bad):
     assert (mean[others] != 0).all()
 
 
-def test_variance_past_float16_leaves_a_float16_buffer_alone():
-    mean, var = torch.zeros(1).half(), torch.ones(1).half()
-    apply(torch.tensor([[-600.0], [600.0]]).half(), mean=mean, var=var)
+# The dtypes end at 65504, 3.3895e38 and 3.4028e38.
+@pytest.mark.parametrize(
+    ("dtype", "variance"),
+    [(torch.float16, 65520.0), (torch.bfloat16, 3.3999e38), (torch.float32, 3.4029e38)],
+)
+def test_variance_past_the_dtype_of_a_buffer_leaves_it_alone(dtype, variance):
+    totals = torch.tensor([0.0, variance, 2.0], dtype=torch.float64)  # of two values
+    mean, var = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
+    x = torch.zeros(2, 1, dtype=dtype)
+    ops.batch_norm_apply(x, totals, None, None, mean, var, None, 1.0, 1e-5)
     assert var.item() == 1.0 and mean.item() == 0.0
 
 

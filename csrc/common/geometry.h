@@ -10,6 +10,8 @@
 
 namespace syncbn {
 
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 struct Geometry {
   int64_t outer;
   int64_t channels;

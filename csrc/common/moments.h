@@ -19,6 +19,9 @@ struct Moments {
   double mean = 0;
   double m2 = 0;  // sum of (x - mean)^2
 
+  SYNCBN_HOST_DEVICE double variance() const { return m2 / (count > 1 ? count : 1); }
+  SYNCBN_HOST_DEVICE double unbiased_variance() const { return m2 / (count > 2 ? count - 1 : 1); }
+
   SYNCBN_HOST_DEVICE void merge(const Moments& other) {
     if (other.count == 0) {
       return;

@@ -11,9 +11,8 @@ namespace syncbn {
 SYNCBN_HOST_DEVICE inline void update_running(double& mean, double& variance, const Moments& batch,
                                               double factor, double largest_mean,
                                               double largest_variance) {
-  const double unbiased = batch.m2 / (batch.count > 2 ? batch.count - 1 : 1);
   const double new_mean = (1 - factor) * mean + factor * batch.mean;
-  const double new_variance = (1 - factor) * variance + factor * unbiased;
+  const double new_variance = (1 - factor) * variance + factor * batch.unbiased_variance();
   if (-largest_mean <= new_mean && new_mean <= largest_mean && new_variance <= largest_variance) {
     mean = new_mean;
     variance = new_variance;

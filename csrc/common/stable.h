@@ -1,4 +1,5 @@
-// The one place that names PyTorch's stable ABI. Every other file reaches it through this header.
+// The one place that includes PyTorch's stable ABI. Every other file reaches it through this
+// header.
 //
 // TORCH_TARGET_VERSION is the oldest torch that the binaries load into. It stands here and not on
 // the command line, because torch's copy of pybind11 refuses to be included where it is defined.

@@ -1,18 +1,15 @@
 // batch_norm_apply on the CPU: statistics and running statistics per channel, then one pass over
 // the input, which reads it and writes the output once each.
-//
-// float32's rounding of a large mean would show in x - mean: x - center is subtracted, with the
-// float next to the mean, and what that leaves of the mean is part of the shift.
 
 #include <cmath>
 #include <vector>
 
 #include "../common/allocate.h"
+#include "../common/channel_constants.h"
 #include "../common/checks.h"
-#include "../common/dispatch.h"
-#include "../common/moments.h"
 #include "../common/running.h"
 #include "channel_vector.h"
+#include "dispatch.h"
 #include "elementwise.h"
 
 namespace syncbn::cpu {
@@ -31,33 +28,33 @@ struct Normalize {
   SYNCBN_INLINE P operator()(const P& x) const { return (x - center) * scale + shift; }
 };
 
-// Of each channel, from the message and its running statistics. All of them have an entry for each
-// channel, `constants` one after the other what Normalize holds.
+// What is computed for each channel. Every array has `channels` entries; `constants` are three such
+// arrays one after the other, in the order of Normalize.
 struct PerChannel {
-  const double* sums;
   int64_t channels;
   double eps;
-  double* means;
-  double* invstds;
-  double* running_means;  // or null
-  double* running_variances;
-  double factor;
-  double largest_mean;
-  double largest_variance;
+  bool in_float;
+  const double* totals;
   const double* weights;
   const double* biases;
-  bool in_float;
+  double* means;
+  double* invstds;
   double* constants;
+  // Null where they are not updated.
+  double* running_means = nullptr;
+  double* running_variances = nullptr;
+  double factor = 0;
+  double largest_mean = 0;
+  double largest_variance = 0;
 
   template <typename Isa>
   static SYNCBN_INLINE void run(const PerChannel* job) {
     const PerChannel p = *job;
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < p.channels; ++c) {
-      const Moments moments = read_message(p.sums, p.channels, c);
-      const double variance = moments.m2 / (moments.count > 1 ? moments.count : 1);
+      const Moments moments = read_message(p.totals, p.channels, c);
       p.means[c] = moments.mean;
-      p.invstds[c] = 1 / std::sqrt(variance + p.eps);
+      p.invstds[c] = 1 / std::sqrt(moments.variance() + p.eps);
       if (p.running_means != nullptr) {
         update_running(p.running_means[c], p.running_variances[c], moments, p.factor,
                        p.largest_mean, p.largest_variance);
@@ -68,12 +65,26 @@ struct PerChannel {
     double* const shifts = scales + p.channels;
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < p.channels; ++c) {
-      centers[c] = p.in_float ? static_cast<float>(p.means[c]) : p.means[c];
-      scales[c] = p.weights[c] * p.invstds[c];
-      shifts[c] = p.biases[c] - (p.means[c] - centers[c]) * scales[c];
+      const double center = p.in_float ? static_cast<float>(p.means[c]) : p.means[c];
+      const NormalizeConstants constants =
+          normalize_constants(p.means[c], center, p.invstds[c], p.weights[c], p.biases[c]);
+      centers[c] = constants.center;
+      scales[c] = constants.scale;
+      shifts[c] = constants.shift;
     }
   }
 };
+
+// The batch's share in the running statistics, after counting the batch.
+double count_batch(std::optional<Tensor>& num_batches_tracked,
+                   const std::optional<double>& momentum) {
+  if (!num_batches_tracked.has_value()) {
+    return momentum.value_or(0);
+  }
+  auto* tracked = static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
+  *tracked += 1;
+  return momentum.has_value() ? *momentum : 1.0 / static_cast<double>(*tracked);
+}
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
@@ -87,8 +98,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   check_channel_vector(kOp, "bias", bias, input);
   check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
 
-  const auto* sums = static_cast<const double*>(totals.const_data_ptr());
-  SYNCBN_CHECK(!std::isnan(sums[2 * channels]),
+  const auto* message = static_cast<const double*>(totals.const_data_ptr());
+  const double group_count = message[2 * channels];
+  SYNCBN_CHECK(!std::isnan(group_count),
                "another rank of the process group withdrew from this forward pass because of an "
                "error; that rank's own message says which");
 
@@ -96,54 +108,40 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   Tensor mean = allocate_vector(channels, ScalarType::Double, input);
   Tensor invstd = allocate_vector(channels, ScalarType::Double, input);
   Tensor count = allocate_vector(1, ScalarType::Double, input);
-  auto* means = static_cast<double*>(mean.mutable_data_ptr());
-  auto* invstds = static_cast<double*>(invstd.mutable_data_ptr());
-  *static_cast<double*>(count.mutable_data_ptr()) = sums[2 * channels];
+  *static_cast<double*>(count.mutable_data_ptr()) = group_count;
 
-  const double group_count = sums[2 * channels];
-  double factor = momentum.value_or(0);
-  if (num_batches_tracked.has_value() && group_count != 0) {
-    auto* tracked = static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
-    *tracked += 1;
-    if (!momentum.has_value()) {
-      factor = 1.0 / static_cast<double>(*tracked);
-    }
-  }
-  const bool updates = running_mean.has_value() && group_count != 0;
-  std::vector<double> values(7 * channels);
+  std::vector<double> values((4 + Normalize<Pack<double, Baseline>>::kConstants) * channels);
   double* const weights = values.data();
   double* const biases = weights + channels;
   double* const running_means = biases + channels;
   double* const running_variances = running_means + channels;
   double* const constants = running_variances + channels;
-  read_channels(weight, channels, 1, weights);
-  read_channels(bias, channels, 0, biases);
-  PerChannel job{sums,
-                 channels,
+  load_channels(weight, channels, 1, weights);
+  load_channels(bias, channels, 0, biases);
+  PerChannel job{channels,
                  eps,
-                 means,
-                 invstds,
-                 nullptr,
-                 nullptr,
-                 factor,
-                 0,
-                 0,
+                 input.scalar_type() != ScalarType::Double,
+                 message,
                  weights,
                  biases,
-                 input.scalar_type() != ScalarType::Double,
+                 static_cast<double*>(mean.mutable_data_ptr()),
+                 static_cast<double*>(invstd.mutable_data_ptr()),
                  constants};
+  const double factor = group_count == 0 ? 0 : count_batch(num_batches_tracked, momentum);
+  const bool updates = running_mean.has_value() && group_count != 0;
   if (updates) {
-    read_channels(running_mean, channels, 0, running_means);
-    read_channels(running_var, channels, 0, running_variances);
+    load_channels(running_mean, channels, 0, running_means);
+    load_channels(running_var, channels, 0, running_variances);
     job.running_means = running_means;
     job.running_variances = running_variances;
+    job.factor = factor;
     job.largest_mean = largest_finite(running_mean->scalar_type());
     job.largest_variance = largest_finite(running_var->scalar_type());
   }
   run<PerChannel>(&job);
   if (updates) {
-    write_channels(*running_mean, channels, running_means);
-    write_channels(*running_var, channels, running_variances);
+    store_channels(*running_mean, channels, running_means);
+    store_channels(*running_var, channels, running_variances);
   }
 
   dispatch_float(input.scalar_type(), [&](auto tag) {

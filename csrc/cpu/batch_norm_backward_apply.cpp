@@ -1,9 +1,10 @@
 // batch_norm_backward_apply on the CPU: one pass, which reads dy and x and writes dx once each.
 
 #include "../common/allocate.h"
+#include "../common/channel_constants.h"
 #include "../common/checks.h"
-#include "../common/dispatch.h"
 #include "channel_vector.h"
+#include "dispatch.h"
 #include "elementwise.h"
 
 namespace syncbn::cpu {
@@ -11,9 +12,6 @@ namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
 
-// (dy - sum(dy) / count - (x - mean) * invstd * sum(dy * xhat) / count) * scale, where scale is
-// weight * invstd, with all factors multiplied out. x - center is subtracted, with the float next
-// to the mean; what that leaves of the mean is part of the shift.
 template <typename P>
 struct GradInput {
   static constexpr int kInputs = 2;
@@ -28,15 +26,16 @@ struct GradInput {
   }
 };
 
-// Of each channel: `constants` are, one after the other, what GradInput holds.
+// What is computed for each channel. Every array has `channels` entries; `constants` are four such
+// arrays one after the other, in the order of GradInput.
 struct PerChannel {
+  int64_t channels;
+  double count;
+  bool in_float;
   const double* means;
   const double* invstds;
-  const double* sums;
+  const double* sums;  // of dy, and of dy * xhat after them
   const double* weights;
-  double count;
-  int64_t channels;
-  bool in_float;
   double* constants;
 
   template <typename Isa>
@@ -48,10 +47,14 @@ struct PerChannel {
     double* const scales = shifts + p.channels;
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < p.channels; ++c) {
-      centers[c] = p.in_float ? static_cast<float>(p.means[c]) : p.means[c];
-      scales[c] = p.weights[c] * p.invstds[c];
-      slopes[c] = -scales[c] * p.invstds[c] * (p.sums[p.channels + c] / p.count);
-      shifts[c] = -scales[c] * (p.sums[c] / p.count) - (p.means[c] - centers[c]) * slopes[c];
+      const double center = p.in_float ? static_cast<float>(p.means[c]) : p.means[c];
+      const GradInputConstants constants =
+          grad_input_constants(p.means[c], center, p.invstds[c], p.weights[c], p.sums[c],
+                               p.sums[p.channels + c], p.count);
+      centers[c] = constants.center;
+      slopes[c] = constants.slope;
+      shifts[c] = constants.shift;
+      scales[c] = constants.scale;
     }
   }
 };
@@ -68,18 +71,18 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   check_statistics(kOp, "sums", sums, 2 * channels, input);
   check_statistics(kOp, "count", count, 1, input);
 
-  const auto* means = static_cast<const double*>(mean.const_data_ptr());
-  const auto* invstds = static_cast<const double*>(invstd.const_data_ptr());
-  const auto* totals = static_cast<const double*>(sums.const_data_ptr());
-  // A group without values has no gradient to normalise; its sums are zero.
-  const double n = std::max(*static_cast<const double*>(count.const_data_ptr()), 1.0);
-  std::vector<double> values(5 * channels);
+  std::vector<double> values((1 + GradInput<Pack<double, Baseline>>::kConstants) * channels);
   double* const weights = values.data();
   double* const constants = weights + channels;
-  read_channels(weight, channels, 1, weights);
-  const PerChannel job{
-      means,    invstds, totals, weights, n, channels, input.scalar_type() != ScalarType::Double,
-      constants};
+  load_channels(weight, channels, 1, weights);
+  const PerChannel job{channels,
+                       std::max(*static_cast<const double*>(count.const_data_ptr()), 1.0),
+                       input.scalar_type() != ScalarType::Double,
+                       static_cast<const double*>(mean.const_data_ptr()),
+                       static_cast<const double*>(invstd.const_data_ptr()),
+                       static_cast<const double*>(sums.const_data_ptr()),
+                       weights,
+                       constants};
   run<PerChannel>(&job);
   Tensor grad_input = allocate_like(input);
 

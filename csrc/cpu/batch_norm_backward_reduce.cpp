@@ -8,9 +8,9 @@
 
 #include "../common/allocate.h"
 #include "../common/checks.h"
-#include "../common/dispatch.h"
 #include "channel_sums.h"
 #include "channel_vector.h"
+#include "dispatch.h"
 
 namespace syncbn::cpu {
 namespace {
@@ -92,8 +92,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   const ScalarType grad_dtype = weight.has_value() ? weight->scalar_type() : ScalarType::Double;
   Tensor grad_weight = allocate_vector(channels, grad_dtype, input);
   Tensor grad_bias = allocate_vector(channels, grad_dtype, input);
-  write_channels(grad_weight, channels, deviations.data());
-  write_channels(grad_bias, channels, grads.data());
+  store_channels(grad_weight, channels, deviations.data());
+  store_channels(grad_bias, channels, grads.data());
   return {sums, grad_weight, grad_bias};
 }
 

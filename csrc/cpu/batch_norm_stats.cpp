@@ -2,11 +2,12 @@
 //
 // Each item of work owns a segment of positions of some channels. It guesses each channel's mean
 // from a few values spread over the segment, then goes through it once, adding up the deviations
-// from that centre and their squares. The centre is taken off the squares in double, which is exact
-// enough unless it was more than two standard deviations away: then the item goes through its
-// segment once more, with the mean that it found. Segments are merged exactly in double.
+// from that center and their squares. The squares are corrected for the center in double, which is
+// exact enough unless it was more than two standard deviations from the mean: then the item goes
+// through its segment once more, with the mean that it found. Segments are merged exactly in
+// double.
 //
-// A centre is rounded to a multiple of about the standard deviation. Subtracting it then loses no
+// A center is rounded to a multiple of about the standard deviation. Subtracting it then loses no
 // bits of the values, and a mean near zero is as good as if they had been added up themselves.
 
 #include <cmath>
@@ -14,9 +15,9 @@
 
 #include "../common/allocate.h"
 #include "../common/checks.h"
-#include "../common/dispatch.h"
 #include "../common/moments.h"
 #include "channel_sums.h"
+#include "dispatch.h"
 
 namespace syncbn::cpu {
 namespace {
@@ -49,31 +50,32 @@ SYNCBN_INLINE A round_to_multiple(A x, A spread) {
   return rounded[0];
 }
 
-// To the absolute values of x, where they are larger.
+// Raises `largest` to |x| where that is larger.
 template <typename Vector>
-SYNCBN_INLINE void raise_to(Vector& largest, const Vector& x) {
+SYNCBN_INLINE void raise_to_absolute(Vector& largest, const Vector& x) {
   const Vector negative = Vector{} - x;
   const Vector absolute = x > negative ? x : negative;
   largest = absolute > largest ? absolute : largest;
 }
 
-// What the sums over `count` values say of them.
-struct Finding {
+struct SegmentMoments {
   double mean;
   double m2;
-  bool far;  // the mean, from the centre
+  bool center_is_far;  // from the mean
 };
 
-SYNCBN_INLINE Finding find(double count, double center, double deviations, double squares) {
-  const double off = deviations / count;
-  const double taken = deviations * off;
-  const double m2 = squares - taken;
-  return {center + off, m2 < 0 ? 0 : m2, taken > 4 * m2};
+// From the sums of the `count` deviations from `center` and of their squares.
+SYNCBN_INLINE SegmentMoments moments_of_sums(double count, double center, double deviations,
+                                             double squares) {
+  const double offset = deviations / count;
+  const double correction = deviations * offset;
+  const double m2 = squares - correction;
+  return {center + offset, m2 < 0 ? 0 : m2, correction > 4 * m2};
 }
 
 template <typename A>
-SYNCBN_INLINE A better_center(const Finding& finding, double count) {
-  return static_cast<A>(round_to_multiple(finding.mean, std::sqrt(finding.m2 / count)));
+SYNCBN_INLINE A better_center(const SegmentMoments& moments, double count) {
+  return static_cast<A>(round_to_multiple(moments.mean, std::sqrt(moments.m2 / count)));
 }
 
 template <typename T>
@@ -103,14 +105,14 @@ struct PlanarMoments {
     A center = guess(x, *geometry, *item);
     double deviations, squares;
     planar_sums<T, Isa, false>(x, x, *geometry, *item, center, deviations, squares);
-    Finding finding = find(count, center, deviations, squares);
-    if (finding.far) {
-      center = better_center<A>(finding, count);
+    SegmentMoments moments = moments_of_sums(count, center, deviations, squares);
+    if (moments.center_is_far) {
+      center = better_center<A>(moments, count);
       planar_sums<T, Isa, false>(x, x, *geometry, *item, center, deviations, squares);
-      finding = find(count, center, deviations, squares);
+      moments = moments_of_sums(count, center, deviations, squares);
     }
-    *mean = finding.mean;
-    *m2 = finding.m2;
+    *mean = moments.mean;
+    *m2 = moments.m2;
   }
 };
 
@@ -138,8 +140,8 @@ struct RowMoments {
       center = center * P::broadcast(static_cast<A>(1) / kSamples);
       P spread = P::zero();
       for (const P& value : values) {
-        raise_to(spread.low, value.low - center.low);
-        raise_to(spread.high, value.high - center.high);
+        raise_to_absolute(spread.low, value.low - center.low);
+        raise_to_absolute(spread.high, value.high - center.high);
       }
       round_to_multiples<A>(center.low, spread.low);
       round_to_multiples<A>(center.high, spread.high);
@@ -163,15 +165,16 @@ struct RowMoments {
     guess<Isa>(x, *geometry, *item, centers);
     for (bool again : {true, false}) {
       row_sums<T, Isa, false>(x, x, *geometry, *item, centers, deviations, squares);
-      int64_t far = 0;
+      int64_t num_far = 0;
       SYNCBN_INDEPENDENT
       for (int64_t c = 0; c < channels; ++c) {
-        const Finding finding = find(count, centers[c], deviations[c], squares[c]);
-        means[c] = finding.mean;
-        m2s[c] = finding.m2;
-        far += finding.far;
+        const SegmentMoments moments =
+            moments_of_sums(count, centers[c], deviations[c], squares[c]);
+        means[c] = moments.mean;
+        m2s[c] = moments.m2;
+        num_far += moments.center_is_far;
       }
-      if (far == 0 || !again) {
+      if (num_far == 0 || !again) {
         return;
       }
       for (int64_t c = 0; c < channels; ++c) {

@@ -1,10 +1,10 @@
 // Two sums over an item's values of each channel: of w, and of w * (x - center). In the backward
-// pass w is dy; for the statistics, where there is no dy, it is x - center itself.
+// pass w is dy; for the statistics, where there is no dy, it is x - center itself, and the pointer
+// to dy is not used.
 //
 // Every lane has sums of its own, which carry what rounding took from them (Kahan): as accurate as
 // double without the conversions. A group of packs is added up before it goes into a sum, without
-// a carry, which is the error that remains. Reads its input once. Without dy any pointer does for
-// it.
+// a carry, which is the error that remains. Reads its input once.
 #pragma once
 
 #include "columns.h"
@@ -21,7 +21,7 @@ constexpr int kGroup = 8;
 template <bool kWithGrad>
 constexpr int64_t kAheadBytes = kWithGrad ? 1024 : 4096;
 
-// Of packs or vectors.
+// Kahan summation of V, a pack or a vector.
 template <typename V>
 struct CompensatedSum {
   V sum;
@@ -84,7 +84,7 @@ SYNCBN_INLINE void planar_sums(const T* dy, const T* x, const Geometry& geometry
                                compute_t<T> center, double& weights, double& products) {
   using A = compute_t<T>;
   using P = Pack<A, Isa>;
-  using Some = Terms<T, Isa, kWithGrad>;
+  using GroupTerms = Terms<T, Isa, kWithGrad>;
   constexpr int kSize = P::kSize;
   const P centers = P::broadcast(center);
   using Vector = typename P::Vector;
@@ -96,17 +96,18 @@ SYNCBN_INLINE void planar_sums(const T* dy, const T* x, const Geometry& geometry
     int64_t i = 0;
     for (; i + kGroup * kSize <= n; i += kGroup * kSize) {
       constexpr int64_t kAhead = kAheadBytes<kWithGrad> / sizeof(T);
-      Some::template prefetch_packs<kGroup>(run_dy + i + kAhead, run_x + i + kAhead, kSize);
-      const Some group = Some::template load_packs<kGroup>(run_dy + i, run_x + i, kSize, centers);
+      GroupTerms::template prefetch_packs<kGroup>(run_dy + i + kAhead, run_x + i + kAhead, kSize);
+      const GroupTerms group =
+          GroupTerms::template load_packs<kGroup>(run_dy + i, run_x + i, kSize, centers);
       weight_sum.add(group.weights.low + group.weights.high);
       product_sum.add(group.products.low + group.products.high);
     }
     if (i == n) {
       continue;
     }
-    Some rest{P::zero(), P::zero()};
+    GroupTerms rest{P::zero(), P::zero()};
     for (; i + kSize <= n; i += kSize) {
-      rest.add(Some::load_pack(run_dy + i, run_x + i, centers));
+      rest.add(GroupTerms::load_pack(run_dy + i, run_x + i, centers));
     }
     if (const int64_t count = n - i; count > 0) {
       const bool overlaps = n >= kSize;  // with values that are summed already
@@ -116,7 +117,7 @@ SYNCBN_INLINE void planar_sums(const T* dy, const T* x, const Geometry& geometry
         last = overlaps ? load<T, Isa>(run_dy + n - kSize) : load_last<T, Isa>(run_dy + n, count);
         last = keep_last<T, Isa>(last, count);
       }
-      rest.add(Some::of(last, deviation));
+      rest.add(GroupTerms::of(last, deviation));
     }
     weight_sum.add(rest.weights.low + rest.weights.high);
     product_sum.add(rest.products.low + rest.products.high);
@@ -137,7 +138,7 @@ SYNCBN_INLINE void column_sums(const T* dy, const T* x, int64_t stride, int64_t 
                                double* products) {
   using A = compute_t<T>;
   using P = Pack<A, Isa>;
-  using Some = Terms<T, Isa, kWithGrad>;
+  using GroupTerms = Terms<T, Isa, kWithGrad>;
   constexpr int kSize = P::kSize;
   const Columns<T, Isa> columns{width};
   const int64_t lanes = columns.lanes();
@@ -148,7 +149,7 @@ SYNCBN_INLINE void column_sums(const T* dy, const T* x, int64_t stride, int64_t 
   for (auto& sum : sums) {
     std::fill(sum, sum + lanes, static_cast<A>(0));
   }
-  const auto add = [&](int64_t lane, const Some& terms) __attribute__((always_inline)) {
+  const auto add = [&](int64_t lane, const GroupTerms& terms) __attribute__((always_inline)) {
     CompensatedSum<P> weight_sum{P::read(sums[0] + lane), P::read(sums[1] + lane)};
     CompensatedSum<P> product_sum{P::read(sums[2] + lane), P::read(sums[3] + lane)};
     weight_sum.add(terms.weights);
@@ -161,16 +162,16 @@ SYNCBN_INLINE void column_sums(const T* dy, const T* x, int64_t stride, int64_t 
   // A group of rows is taken side by side, but those after it are read ahead one after another, if
   // they lie so: memory is fastest that way.
   const bool adjoin = stride == width;
-  const int64_t rows_ahead = round_up(divide_up(kPrefetchBytes / sizeof(T), width), kGroup);
+  const int64_t rows_ahead = round_up(ceil_div(kPrefetchBytes / sizeof(T), width), kGroup);
   int64_t row = 0;
   if (!columns.narrow()) {
     for (; row + kGroup <= rows; row += kGroup) {
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
         const int64_t ahead = (row + rows_ahead) * stride + (adjoin ? kGroup * lane : lane);
-        Some::template prefetch_packs<kGroup>(dy + ahead, x + ahead, adjoin ? kSize : stride);
+        GroupTerms::template prefetch_packs<kGroup>(dy + ahead, x + ahead, adjoin ? kSize : stride);
         const int64_t at = row * stride + std::min(lane, width - kSize);
-        add(lane,
-            Some::template load_packs<kGroup>(dy + at, x + at, stride, P::read(centers + lane)));
+        add(lane, GroupTerms::template load_packs<kGroup>(dy + at, x + at, stride,
+                                                          P::read(centers + lane)));
       }
     }
   }
@@ -179,7 +180,7 @@ SYNCBN_INLINE void column_sums(const T* dy, const T* x, int64_t stride, int64_t 
       const int64_t lane = pack * kSize;
       const P deviation = columns.load_pack(x + row * stride, pack) - P::read(centers + lane);
       const P weight = kWithGrad ? columns.load_pack(dy + row * stride, pack) : deviation;
-      add(lane, Some::of(weight, deviation));
+      add(lane, GroupTerms::of(weight, deviation));
     }
   }
   columns.for_each_lane([&](int64_t lane, int64_t column) {

@@ -6,14 +6,14 @@
 #include <limits>
 #include <optional>
 
-#include "../common/dispatch.h"
+#include "dispatch.h"
 
 namespace syncbn::cpu {
 
-inline void read_channels(const std::optional<Tensor>& tensor, int64_t channels, double otherwise,
+inline void load_channels(const std::optional<Tensor>& tensor, int64_t channels, double if_none,
                           double* values) {
   if (!tensor.has_value()) {
-    std::fill(values, values + channels, otherwise);
+    std::fill(values, values + channels, if_none);
     return;
   }
   dispatch_float(tensor->scalar_type(), [&](auto tag) {
@@ -27,12 +27,19 @@ inline void read_channels(const std::optional<Tensor>& tensor, int64_t channels,
 }
 
 inline double largest_finite(ScalarType dtype) {
-  return dtype == ScalarType::Half     ? 65504
-         : dtype == ScalarType::Double ? std::numeric_limits<double>::max()
-                                       : std::numeric_limits<float>::max();
+  switch (dtype) {
+    case ScalarType::Half:
+      return 65504;
+    case ScalarType::BFloat16:
+      return 3.38953139e38;
+    case ScalarType::Float:
+      return std::numeric_limits<float>::max();
+    default:
+      return std::numeric_limits<double>::max();
+  }
 }
 
-inline void write_channels(const Tensor& tensor, int64_t channels, const double* values) {
+inline void store_channels(const Tensor& tensor, int64_t channels, const double* values) {
   dispatch_float(tensor.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     auto* data = static_cast<T*>(tensor.mutable_data_ptr());

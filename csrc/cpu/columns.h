@@ -8,15 +8,15 @@
 
 namespace syncbn::cpu {
 
-// The last pack overlaps the one before it, if it must; a matrix
-// that is narrower than a pack is one, whose first places hold nothing.
+// The last pack may overlap the one before it. Columns that are fewer than a pack are one pack,
+// right aligned, whose first places are not used.
 template <typename T, typename Isa>
 struct Columns {
   static constexpr int kSize = Pack<compute_t<T>, Isa>::kSize;
 
   int64_t width;
 
-  int64_t packs() const { return divide_up(width, kSize); }
+  int64_t packs() const { return ceil_div(width, kSize); }
   int64_t lanes() const { return packs() * kSize; }
   bool narrow() const { return width < kSize; }
   // Of pack number `pack`; negative where the matrix is narrow.

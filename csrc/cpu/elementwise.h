@@ -5,30 +5,18 @@
 #pragma once
 
 #include <array>
-#include <fstream>
 #include <utility>
 #include <vector>
 
+#include "cache.h"
 #include "columns.h"
 #include "pack.h"
 #include "partition.h"
 
 namespace syncbn::cpu {
 
-// Of rows that are several rows of a matrix.
+// The widest row that is made of several short ones, in values.
 constexpr int64_t kWidestRow = 2048;
-
-constexpr int64_t kLine = 64;  // bytes, of the caches
-
-// What the last cache holds. Asked of Linux and not of sysconf, which counts those of all cores.
-inline int64_t last_cache_bytes() {
-  static const int64_t bytes = [] {
-    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");
-    int64_t kilobytes = 0;
-    return file >> kilobytes ? kilobytes << 10 : 32 << 20;
-  }();
-  return bytes;
-}
 
 template <template <typename> class Op, typename T>
 struct Elementwise {
@@ -90,7 +78,7 @@ struct Elementwise {
       }
       int64_t at = begin;
       if constexpr (kStream) {
-        // By less than a pack, which has been written.
+        // On to the next aligned address: what is skipped, less than a pack, has been written.
         constexpr size_t kAlignment = std::min<size_t>(kLine, kSize * sizeof(T));
         compute<false>(job, op, at, Inputs{});
         at += (-reinterpret_cast<size_t>(job.output + at) % kAlignment) / sizeof(T);
@@ -258,7 +246,7 @@ struct Elementwise {
       constexpr int64_t kPiece = 1024;
       const int64_t values = geometry.numel();
       lay_out(1);
-      torch::stable::parallel_for(0, divide_up(values, kPiece), kMinValuesPerThread / kPiece,
+      torch::stable::parallel_for(0, ceil_div(values, kPiece), kMinValuesPerThread / kPiece,
                                   [&](int64_t begin, int64_t end) {
                                     cpu::run<Planes>(this, begin * kPiece,
                                                      std::min(end * kPiece, values));
@@ -269,7 +257,7 @@ struct Elementwise {
     if (wide_rows > 0) {
       lay_out(wide);
       torch::stable::parallel_for(
-          0, wide_rows, divide_up(kMinValuesPerThread, width),
+          0, wide_rows, ceil_div(kMinValuesPerThread, width),
           [&](int64_t begin, int64_t end) { cpu::run<InRows>(this, begin * width, end - begin); });
     }
     if (const int64_t rest = geometry.outer - wide_rows * wide; rest > 0) {
@@ -283,7 +271,7 @@ struct Elementwise {
 template <template <typename> class Op, typename T, size_t kInputs>
 void elementwise(const Geometry& geometry, const std::array<const T*, kInputs>& inputs, T* output,
                  const double* constants) {
-  // Past the caches what they cannot hold, which saves reading what it overwrites.
+  // What the last cache cannot hold is stored past it, which saves reading what is overwritten.
   const auto tensor_bytes = static_cast<int64_t>(geometry.numel() * sizeof(T));
   const bool stream = (int64_t{kInputs} + 1) * tensor_bytes > last_cache_bytes();
   Elementwise<Op, T>{inputs, output, geometry, stream, 0, nullptr}.run_all(constants);

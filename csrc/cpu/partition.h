@@ -13,11 +13,10 @@ namespace syncbn::cpu {
 // Columns of rows that are reduced together: their sums stay in L1.
 constexpr int64_t kMaxColumns = 512;
 
-// Fewer values than this are not worth a thread: about 5 us.
+// Fewer values than this, about 5 us of work, are not worth another thread.
 constexpr int64_t kMinValuesPerThread = 16384;
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
+inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // Whether the input is taken as rows, each of which holds the `inner` values of all channels: a
 // matrix, where that is one value, and planes that are shorter than a pack may be. Other planes
@@ -45,16 +44,16 @@ struct Partition {
 
   explicit Partition(const Geometry& geometry) {
     constexpr int64_t kMaxItems = 64;
-    constexpr int64_t kMinValues = 65536;  // what an item takes before and after its sums is small
+    constexpr int64_t kMinValues = 65536;  // from here on the fixed cost of an item is small
     const bool in_rows = is_in_rows(geometry);
     length = in_rows ? geometry.outer : geometry.per_channel();
     block_channels = in_rows ? kMaxColumns / geometry.inner : 1;
-    blocks = divide_up(geometry.channels, block_channels);
+    blocks = ceil_div(geometry.channels, block_channels);
     const int64_t items = std::clamp<int64_t>(geometry.numel() / kMinValues, 1, kMaxItems);
     const int64_t multiple = in_rows ? 16 : 1024;
-    segment_length = divide_up(length, divide_up(items, blocks));
+    segment_length = ceil_div(length, ceil_div(items, blocks));
     segment_length = std::max<int64_t>(round_up(segment_length, multiple), multiple);
-    segments = std::max<int64_t>(divide_up(length, segment_length), 1);
+    segments = std::max<int64_t>(ceil_div(length, segment_length), 1);
   }
 };
 
@@ -65,7 +64,7 @@ void for_each_item(const Geometry& geometry, const Partition& partition, const F
   const int64_t values_per_item =
       std::max<int64_t>(geometry.numel() / std::max<int64_t>(items, 1), 1);
   torch::stable::parallel_for(
-      0, items, divide_up(kMinValuesPerThread, values_per_item), [&](int64_t begin, int64_t end) {
+      0, items, ceil_div(kMinValuesPerThread, values_per_item), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const int64_t segment = i / partition.blocks;
           const int64_t channel = i % partition.blocks * partition.block_channels;
@@ -82,7 +81,7 @@ void for_each_item(const Geometry& geometry, const Partition& partition, const F
 inline int64_t rows_per_wide_row(int64_t width, int64_t limit) {
   constexpr int64_t kFullPacks = 32;
   constexpr int64_t kFullWidth = 64;
-  for (int64_t rows = divide_up(kFullWidth, width); rows * width <= limit; ++rows) {
+  for (int64_t rows = ceil_div(kFullWidth, width); rows * width <= limit; ++rows) {
     if (rows * width % kFullPacks == 0) {
       return rows;
     }

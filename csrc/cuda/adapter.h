@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "../common/allocate.h"
 #include "../common/checks.h"
 #include "kernels/operators.h"
 

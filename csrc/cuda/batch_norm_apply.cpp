@@ -1,3 +1,6 @@
+// batch_norm_apply for CUDA tensors: checks as csrc/cpu does, allocates, launches
+// kernels/batch_norm_apply.cu on the current stream.
+
 #include "adapter.h"
 
 namespace syncbn::cuda {
@@ -18,10 +21,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   check_channel_vector(kOp, "bias", bias, input);
   check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
 
-  Tensor output = torch::stable::empty_like(input);
-  Tensor mean = torch::stable::new_empty(totals, {channels});
-  Tensor invstd = torch::stable::new_empty(totals, {channels});
-  Tensor count = torch::stable::new_empty(totals, {1});
+  Tensor output = allocate_like(input);
+  Tensor mean = allocate_vector(channels, ScalarType::Double, input);
+  Tensor invstd = allocate_vector(channels, ScalarType::Double, input);
+  Tensor count = allocate_vector(1, ScalarType::Double, input);
   RunningStatistics running{to_channel_vector(running_mean), to_channel_vector(running_var)};
   if (num_batches_tracked.has_value()) {
     running.num_batches_tracked = static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());

@@ -1,3 +1,6 @@
+// batch_norm_backward_apply for CUDA tensors: checks as csrc/cpu does, allocates, launches
+// kernels/batch_norm_backward_apply.cu on the current stream.
+
 #include "adapter.h"
 
 namespace syncbn::cuda {
@@ -18,7 +21,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   check_statistics(kOp, "sums", sums, 2 * channels, input);
   check_statistics(kOp, "count", count, 1, input);
 
-  Tensor grad_input = torch::stable::empty_like(input);
+  Tensor grad_input = allocate_like(input);
   if (geometry.numel() == 0) {
     return grad_input;
   }

@@ -1,3 +1,6 @@
+// batch_norm_backward_reduce for CUDA tensors: checks as csrc/cpu does, allocates, launches
+// kernels/batch_norm_backward_reduce.cu on the current stream.
+
 #include "adapter.h"
 
 namespace syncbn::cuda {
@@ -18,10 +21,10 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
   check_statistics(kOp, "invstd", invstd, channels, input);
   check_channel_vector(kOp, "weight", weight, input);
 
-  Tensor sums = torch::stable::new_empty(mean, {2 * channels});
+  Tensor sums = allocate_vector(2 * channels, ScalarType::Double, input);
   const ScalarType grad_dtype = weight.has_value() ? weight->scalar_type() : ScalarType::Double;
-  Tensor grad_weight = torch::stable::new_empty(mean, {channels}, grad_dtype);
-  Tensor grad_bias = torch::stable::new_empty(mean, {channels}, grad_dtype);
+  Tensor grad_weight = allocate_vector(channels, grad_dtype, input);
+  Tensor grad_bias = allocate_vector(channels, grad_dtype, input);
 
   const void* dy = grad_output.const_data_ptr();
   const void* x = input.const_data_ptr();

@@ -1,3 +1,6 @@
+// batch_norm_stats for CUDA tensors: checks as csrc/cpu does, allocates, launches
+// kernels/batch_norm_stats.cu on the current stream.
+
 #include "adapter.h"
 
 namespace syncbn::cuda {
@@ -6,7 +9,7 @@ namespace {
 Tensor batch_norm_stats(const Tensor& input) {
   const Device device(input);
   const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
-  Tensor message = torch::stable::new_empty(input, {2 * geometry.channels + 1}, ScalarType::Double);
+  Tensor message = allocate_vector(2 * geometry.channels + 1, ScalarType::Double, input);
   const void* x = input.const_data_ptr();
   const Plan plan =
       make_plan(geometry, to_dtype(input.scalar_type()), {x}, device.multiprocessors());

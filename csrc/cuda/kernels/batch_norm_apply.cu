@@ -1,13 +1,12 @@
 // batch_norm_apply on CUDA. Reads the input and writes the output once.
 //
 // The first block of each tile of channels also writes mean and invstd and moves the running
-// statistics. A float does not hold a large mean: x - center is subtracted, with the float next to
-// the mean, and what that leaves of the mean is part of the shift.
+// statistics.
 
-#include "../../common/moments.h"
+#include "../../common/channel_constants.h"
 #include "../../common/running.h"
-#include "affine.h"
 #include "channel_vector.h"
+#include "elementwise.h"
 #include "operators.h"
 
 namespace syncbn::cuda {
@@ -37,7 +36,7 @@ struct PrepareNormalize {
   template <typename A>
   __device__ Constants<3> constants(int64_t channel, bool first) const {
     const Moments batch = read_message(totals, channels, channel);
-    const double inverse = 1 / sqrt(batch.m2 / (batch.count > 1 ? batch.count : 1) + eps);
+    const double inverse = 1 / sqrt(batch.variance() + eps);
     if (first) {
       mean[channel] = batch.mean;
       invstd[channel] = inverse;
@@ -48,10 +47,10 @@ struct PrepareNormalize {
         move_running(channel, batch);
       }
     }
-    const double center = static_cast<A>(batch.mean);
-    const double scale = load_channel(weight, channel, 1) * inverse;
-    const double shift = load_channel(bias, channel, 0) - (batch.mean - center) * scale;
-    return {{center, scale, shift}};
+    const NormalizeConstants result =
+        normalize_constants(batch.mean, static_cast<A>(batch.mean), inverse,
+                            load_channel(weight, channel, 1), load_channel(bias, channel, 0));
+    return {{result.center, result.scale, result.shift}};
   }
 
   __device__ void move_running(int64_t channel, const Moments& batch) const {
@@ -91,7 +90,7 @@ void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
     launch(count_batch_kernel, dim3(1), dim3(1), 0, static_cast<cudaStream_t>(stream),
            totals + 2 * channels, running.num_batches_tracked);
   }
-  launch_affine<Normalize>(
+  launch_elementwise<Normalize>(
       plan, stream, {input}, output,
       PrepareNormalize{totals, channels, weight, bias, running, eps, mean, invstd, count});
 }

@@ -1,8 +1,9 @@
 // batch_norm_backward_reduce on CUDA. Reads dy and x once.
 //
-// Threads add up dy and dy * (x - center) in float (float64 in double), with center the float next
-// to the mean; blocks are added up in float64, where the rest of the mean is taken into account:
-// sum(dy * xhat) = (sum(dy * (x - center)) - (mean - center) * sum(dy)) * invstd.
+// Threads add up dy and dy * (x - center) in float32, for float64 inputs in float64, with center
+// the mean rounded to that type; blocks are added up in float64, where the rest of the mean is
+// taken into account: sum(dy * xhat) = (sum(dy * (x - center)) - (mean - center) * sum(dy)) *
+// invstd.
 
 #include "channel_vector.h"
 #include "device.h"

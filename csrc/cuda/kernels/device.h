@@ -48,3 +48,10 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t num_shared_
 #include "emulation.h"
 
 #endif
+
+namespace syncbn::cuda {
+
+// The number of this thread in its block.
+__device__ __forceinline__ int thread_index() { return threadIdx.y * blockDim.x + threadIdx.x; }
+
+}  // namespace syncbn::cuda

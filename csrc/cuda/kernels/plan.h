@@ -51,15 +51,12 @@ struct Plan {
   int64_t splits;   // gridDim.y
   int64_t segment;  // rows (matrix) or slots (planar) of a block
 
-  int threads() const { return block_x * block_y; }
   // Doubles of workspace: two sums for each channel and block. None where a block has all values.
   int64_t num_partials() const { return splits == 1 ? 0 : 2 * splits * geometry.channels; }
   int64_t num_counters() const { return splits == 1 ? 0 : tiles; }
 };
 
 namespace detail {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Whether at least nine of ten multiprocessors work until the last block is done.
 inline bool is_balanced(int64_t blocks, int64_t resident) {

@@ -21,8 +21,6 @@ struct ReductionMemory {
   bool is_last;
 };
 
-__device__ __forceinline__ int thread_index() { return threadIdx.y * blockDim.x + threadIdx.x; }
-
 // Merges the states of all `members` of each of `groups` groups of threads into that of its member
 // 0. All threads of the block call it.
 template <typename A, typename State>

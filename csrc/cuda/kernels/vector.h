@@ -1,5 +1,5 @@
-// A few neighbouring values of a tensor, loaded and stored at once, and computed with in float
-// (float64 in double).
+// A few neighbouring values of a tensor, loaded and stored at once, and computed with in float32,
+// those of float64 tensors in float64.
 #pragma once
 
 #include <cstring>

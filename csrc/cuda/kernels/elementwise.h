@@ -33,7 +33,7 @@ struct ConstantsMemory {
 
 template <typename T, int kVector, typename Op, typename Prepare>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    affine_matrix_kernel(Matrix matrix, Tensors<T, Op> tensors, Prepare prepare) {
+    elementwise_matrix_kernel(Matrix matrix, Tensors<T, Op> tensors, Prepare prepare) {
   using A = compute_t<T>;
   constexpr int kSteps = kUnroll / Op::kInputs;
   auto& memory = shared_memory<ConstantsMemory<A, Op>>();
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   load_rows();
 
   const int64_t first_channel = blockIdx.x * matrix.tile_channels;
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  const int thread = thread_index();
   if (thread < matrix.tile_channels && first_channel + thread < matrix.channels) {
     const auto constants = prepare.template constants<A>(first_channel + thread, blockIdx.y == 0);
 #pragma unroll
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 
 template <typename T, int kVector, bool kAligned, typename Op, typename Prepare>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    affine_planar_kernel(Planar planar, Tensors<T, Op> tensors, Prepare prepare) {
+    elementwise_planar_kernel(Planar planar, Tensors<T, Op> tensors, Prepare prepare) {
   using A = compute_t<T>;
   constexpr int kSteps = kUnroll / Op::kInputs;
   auto& memory = shared_memory<ConstantsMemory<A, Op>>();
@@ -174,8 +174,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 
 // Launches Op over a plan; `inputs` and `output` have the plan's geometry and dtype.
 template <typename Op, typename Prepare>
-void launch_affine(const Plan& plan, void* stream, const void* const (&inputs)[Op::kInputs],
-                   void* output, const Prepare& prepare) {
+void launch_elementwise(const Plan& plan, void* stream, const void* const (&inputs)[Op::kInputs],
+                        void* output, const Prepare& prepare) {
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
   const auto typed = [&](auto type) {
@@ -191,13 +191,13 @@ void launch_affine(const Plan& plan, void* stream, const void* const (&inputs)[O
       plan,
       [&](auto type, auto vector) {
         using T = typename decltype(type)::type;
-        launch(affine_matrix_kernel<T, vector, Op, Prepare>, grid, block,
+        launch(elementwise_matrix_kernel<T, vector, Op, Prepare>, grid, block,
                sizeof(ConstantsMemory<compute_t<T>, Op>), static_cast<cudaStream_t>(stream),
                Matrix(plan), typed(type), prepare);
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
-        launch(affine_planar_kernel<T, vector, aligned, Op, Prepare>, grid, block,
+        launch(elementwise_planar_kernel<T, vector, aligned, Op, Prepare>, grid, block,
                sizeof(ConstantsMemory<compute_t<T>, Op>), static_cast<cudaStream_t>(stream),
                Planar(plan, output), typed(type), prepare);
       });

@@ -1,9 +1,9 @@
 // From a dtype known at run time to a C++ type.
 #pragma once
 
-#include "stable.h"
+#include "../common/stable.h"
 
-namespace syncbn {
+namespace syncbn::cpu {
 
 template <typename T>
 struct TypeTag {
@@ -23,8 +23,8 @@ void dispatch_float(ScalarType dtype, const Function& function) {
     case ScalarType::Double:
       return function(TypeTag<double>{});
     default:
-      detail::throw_error("syncbn: expected a floating-point dtype");
+      syncbn::detail::throw_error("syncbn: expected a floating-point dtype");
   }
 }
 
-}  // namespace syncbn
+}  // namespace syncbn::cpu
