@@ -21,9 +21,10 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* s
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.h csrc/*/*/*.cu \
     tests/emulation/*)
 
-.PHONY: help demo test bench gpu-check works record-works lint format wheel clean
+.PHONY: help install demo test bench gpu-check works record-works lint format wheel clean
 
 help:
+	@echo "make install    build and install into the virtual environment"
 	@echo "make demo       train on real data in two processes and show the result"
 	@echo "make test       check format, lint and types, and run every test"
 	@echo "make bench      measure this machine, draw the results, write the README's table"
@@ -31,7 +32,7 @@ help:
 	@echo "make gpu-check  build in place, test and measure on a GPU; installs nothing"
 	@echo "make format     format the sources"
 	@echo "make wheel      build dist/*.whl, good for every torch from 2.11 on"
-	@echo "make clean      remove what was built and the virtual environment"
+	@echo "make clean      remove what was built and the virtual environments"
 	@echo
 	@sed -n 's/^# \([A-Z][A-Z]\)/\1/p' Makefile
 
@@ -51,6 +52,8 @@ $(VENV)/tools.stamp: $(TORCH_STAMP) pyproject.toml
 $(VENV)/syncbn.stamp: $(TORCH_STAMP) $(if $(WHEEL),$(WHEEL),$(SOURCES))
 	$(BIN)/pip install --quiet --force-reinstall --no-deps --no-build-isolation $(or $(WHEEL),.)
 	touch $@
+
+install: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 
 demo: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/digits.py
@@ -91,4 +94,4 @@ wheel: $(TORCH_STAMP)
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
 clean:
-	rm -rf $(VENV) build dist syncbn.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist syncbn.egg-info syncbn/*.so

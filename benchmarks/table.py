@@ -2,6 +2,7 @@
 
 import argparse
 import statistics
+import textwrap
 from pathlib import Path
 
 from rows import RESULTS, Row, read
@@ -26,9 +27,14 @@ OPERATORS = (
     "batch_norm_backward_apply",
 )
 
-_ON_CPU = ", {threads} threads: how many times as fast as torch's BatchNorm training is,"
-_ON_CUDA = """, a group of one rank over NCCL: how many times as fast as torch's
-SyncBatchNorm training is (ResNet-50: all 53 of its batch norm layers for so many images),"""
+_ON_CPU = (
+    "one process without communication on {device} with {threads} threads: speedup over torch's "
+    "BatchNorm"
+)
+_ON_CUDA = (
+    "a group of one rank over NCCL on {device}: speedup over torch's SyncBatchNorm (ResNet-50: all "
+    "53 of its batch norm layers for so many images)"
+)
 
 
 def text(results: list[list[Row]]) -> str:
@@ -51,23 +57,27 @@ def _device(rows: list[Row]) -> str:
     overhead = {key[-1]: row.median for key, row in shown.items() if key[0] == "overhead"}
     noise = [abs(r.median - 1) for r in shown.values() if r.variant == "syncbn again/syncbn"]
     on_cuda = any(row.benchmark == "launches" for row in rows)
-    subject = _ON_CUDA if on_cuda else _ON_CPU.format(threads=threads)
+    subject = (_ON_CUDA if on_cuda else _ON_CPU).format(device=first.device, threads=threads)
+    sentences = [
+        f"One training step, forward and backward, of one layer in {subject}, and in brackets the "
+        "speed relative to copying the same bytes.",
+        f"Repeated measurements differ by up to {max(noise):.0%}.",
+        f"A step of a tiny layer takes {overhead['syncbn']:.0f} us, with torch's layer "
+        f"{overhead['torch']:.0f} us.",
+        f"Measured on {first.date} at commit {first.commit} with torch {first.torch}.",
+    ]
+    if not on_cuda:
+        sentences.append(
+            "Tensors of `memory` are meant to fit no cache, those of `cache` the last one."
+        )
+    sentences += _default_allocator(rows)
+    results = f"benchmarks/results/{first.device}"
+    sentences.append(
+        f"[All figures]({results}.csv), and two pictures: [against torch]({results}-torch.png), "
+        f"[against copying]({results}-copy.png)."
+    )
     lines = [
-        f"{first.device}{subject}",
-        "forward and backward, and in brackets the fraction of the speed of copying the same",
-        f"bytes. Two measurements of the same differ by up to {max(noise):.0%}; the host takes",
-        f"{overhead['syncbn']:.0f} us for a step of a tiny layer, with torch's layer "
-        f"{overhead['torch']:.0f}. Measured on {first.date} at",
-        f"commit {first.commit} with torch {first.torch}.",
-        *(
-            []
-            if on_cuda
-            else ["Cases of `memory` are meant to fit no cache, those of `cache` the last one."]
-        ),
-        *_default_allocator(rows),
-        f"[All figures](benchmarks/results/{first.device}.csv), and two pictures:",
-        f"[against torch](benchmarks/results/{first.device}-torch.png),",
-        f"[against copying](benchmarks/results/{first.device}-copy.png).",
+        *textwrap.wrap(" ".join(sentences), 100, break_long_words=False, break_on_hyphens=False),
         "",
         f"| case | shape | {' | '.join(COLUMNS.values())} |",
         "|---|---|" + "---|" * len(COLUMNS),
@@ -100,9 +110,9 @@ def _default_allocator(rows: list[Row]) -> list[str]:
     if not speed:
         return []
     return [
-        "Memory was reused, as in a long training; where the system provides each large output",
-        f"anew, the first numbers are {min(speed):.2f} to {max(speed):.2f}, half of them below",
-        f"{statistics.median(speed):.2f}.",
+        "Memory was reused, as in a long training; where the system provides each large output "
+        f"anew, the speedups are {min(speed):.2f} to {max(speed):.2f}, half of them below "
+        f"{statistics.median(speed):.2f}."
     ]
 
 

@@ -19,8 +19,8 @@ __all__ = [
     "all_reduce_sum",
     "check_join",
     "check_process_group",
+    "find_size_mismatch",
     "functional_all_reduce_sum",
-    "meet",
     "resolve_group",
     "withdraw",
 ]
@@ -36,16 +36,16 @@ else:
 _NON_MEMBER = -100
 
 
-class _Meetings:
-    """The message sizes that a group has met for, and which group of its name it is."""
+class _SizesSeen:
+    """The message sizes that a group has compared, and which group of its name it is."""
 
     def __init__(self, group: ProcessGroup) -> None:
         _groups_named[group.group_name] += 1
-        self.incarnation = _groups_named[group.group_name]
+        self.generation = _groups_named[group.group_name]
         self.sizes: list[int] = []
 
 
-_meetings: WeakKeyDictionary[ProcessGroup, _Meetings] = WeakKeyDictionary()
+_sizes_seen: WeakKeyDictionary[ProcessGroup, _SizesSeen] = WeakKeyDictionary()
 _groups_named: Counter[str] = Counter()
 
 
@@ -53,7 +53,7 @@ def check_process_group(process_group: object) -> None:
     """Raise TypeError unless this is what ``torch.distributed.new_group`` returns, or None."""
     if process_group is None or (isinstance(process_group, int) and process_group == _NON_MEMBER):
         return
-    if not dist.is_available() or not isinstance(process_group, ProcessGroup):
+    if not _AVAILABLE or not isinstance(process_group, ProcessGroup):
         raise TypeError(
             "expected process_group to be a torch.distributed.ProcessGroup or None, but got "
             f"{type(process_group).__name__}; make one with torch.distributed.new_group(ranks)"
@@ -99,7 +99,7 @@ def check_join() -> None:
 
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten."""
-    # Who watches operators, as selective checkpointing, keeps their results for later.
+    # A dispatch mode, such as selective checkpointing's, may keep an operator's result for later.
     if torch._C._len_torch_dispatch_stack() > 0:
         return functional_all_reduce_sum(tensor, group)
     dist.all_reduce(tensor, group=group)
@@ -113,28 +113,28 @@ def functional_all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     return summed
 
 
-def meet(group: ProcessGroup, size: int, device: torch.device) -> int | None:
+def find_size_mismatch(group: ProcessGroup, size: int, device: torch.device) -> int | None:
     """Before a group's first message of this size, compare it with what other ranks send.
 
     Ranks whose messages differ in size crash (gloo) or hang (NCCL) inside the collective. The
-    group's store tells beforehand: the first rank at this meeting writes its size, the others
-    compare. Never waits, and sends no collective.
+    group's store tells beforehand: the first rank to come writes its size, the others compare.
+    Never waits, and sends no collective.
 
-    Ranks are at the same meeting if they have met for the same sizes before, in the same group
-    (a later one may have its name and its store), and if their backend has counted as many
-    operations. The count keeps apart the ranks of which some compile, which do not meet; where it
-    differs for another reason, such as sends between some of them, ranks do not compare.
+    Ranks compare if they have compared the same sizes before, in the same group (a later one may
+    have its name and its store), and if their backend has counted as many operations. The count
+    keeps apart the ranks of which some compile, which do not compare; where it differs for another
+    reason, such as sends between some of them, ranks do not compare.
 
     Returns:
         The size that another rank sends, if it differs.
     """
-    meetings = _meetings.get(group)
-    if meetings is None:
-        meetings = _meetings[group] = _Meetings(group)
-    if size in meetings.sizes:
+    seen = _sizes_seen.get(group)
+    if seen is None:
+        seen = _sizes_seen[group] = _SizesSeen(group)
+    if size in seen.sizes:
         return None
-    met_before = "-".join(map(str, meetings.sizes))
-    meetings.sizes.append(size)
+    compared = "-".join(map(str, seen.sizes))
+    seen.sizes.append(size)
     try:
         backend: Any = group._get_backend(device)
         number = backend._get_sequence_number_for_group()
@@ -143,7 +143,7 @@ def meet(group: ProcessGroup, size: int, device: torch.device) -> int | None:
     store = group.get_group_store()
     if store is None:  # MPI has none
         return None
-    key = f"syncbn/{meetings.incarnation}/{number}/{met_before}"
+    key = f"syncbn/{seen.generation}/{number}/{compared}"
     first = int(store.compare_set(key, "", str(size)))
     return None if first == size else first
 

@@ -177,7 +177,7 @@ def train(
             collectives.check_join()
         except NotImplementedError as error:
             raise _with_place(error, layer, group) from None
-        _meet(group, input, layer)
+        _check_same_size(group, input, layer)
     try:
         # Out here, where autograd sees it: higher derivatives go through what is saved.
         dense = ops.as_dense(input)
@@ -193,7 +193,7 @@ def train(
 torch.fx.wrap("train")  # symbolic tracing records the call
 
 
-# Of the arguments after input, weight and bias.
+# For running, eps, group and layer.
 _NO_GRADIENTS = (None,) * 4
 
 
@@ -272,14 +272,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 )
         return (
             grad_input,
-            None if weight is None else _cast(grad_weight, weight.dtype),
-            None if ctx.bias_dtype is None else _cast(grad_bias, ctx.bias_dtype),
+            None if weight is None else ops.cast(grad_weight, weight.dtype),
+            None if ctx.bias_dtype is None else ops.cast(grad_bias, ctx.bias_dtype),
             *_NO_GRADIENTS,
         )
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _place(layer: str, group: ProcessGroup | None) -> str:
@@ -311,10 +307,10 @@ def _communication_error(
     )
 
 
-def _meet(group: ProcessGroup, input: Tensor, layer: str) -> None:
+def _check_same_size(group: ProcessGroup, input: Tensor, layer: str) -> None:
     """Raise ValueError if another rank's message to this group has another size."""
     try:
-        other = collectives.meet(group, 2 * input.size(1) + 1, input.device)
+        other = collectives.find_size_mismatch(group, 2 * input.size(1) + 1, input.device)
     except RuntimeError as error:
         raise _communication_error(error, group, layer, "forward") from error
     if other is not None:

@@ -1,7 +1,6 @@
 """The layer: torch.nn.SyncBatchNorm's constructor, state and behaviour over our operators."""
 
 import copy
-import sys
 import warnings
 from typing import Any
 
@@ -11,34 +10,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from syncbn import checks, collectives, functional
 from syncbn.collectives import ProcessGroup
+from syncbn.foreign_converters import WarnOnForeignConversion
 
 __all__ = ["SyncBatchNorm"]
-
-
-class _AbsentQconfig:
-    """The attribute ``qconfig`` of a layer that has none, which warns other packages' converters.
-
-    The functions ``convert_sync_batchnorm`` of torch, timm and MMEngine make torch's layer of any
-    ``_BatchNorm``, ours among them. They call nothing of the layer, but each asks whether it has a
-    ``qconfig``; else only quantisation does, which is told apart by the name of what asks.
-    """
-
-    def __get__(self, layer: object, owner: type) -> Any:
-        asking = caller = sys._getframe(1)
-        converters = 0
-        while caller.f_code.co_name == "convert_sync_batchnorm" and caller.f_back is not None:
-            caller = caller.f_back
-            converters += 1
-        if converters:
-            warnings.warn(
-                f"convert_sync_batchnorm of {asking.f_globals['__name__']} replaces syncbn's "
-                "layers by torch.nn.SyncBatchNorm, without the activation of those that have one. "
-                "Leave out this call, or your framework's switch that makes it; "
-                "docs/integrations.md of syncbn says what to write instead. If you want torch's "
-                "layers, call syncbn.revert_sync_batchnorm first",
-                stacklevel=converters + 2,
-            )
-        raise AttributeError("qconfig")
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -87,7 +61,7 @@ class SyncBatchNorm(_BatchNorm):
     _name: str = ""
     _converted_from: type[nn.Module] | None = None
 
-    qconfig = _AbsentQconfig()
+    qconfig = WarnOnForeignConversion()
 
     def __init__(
         self,

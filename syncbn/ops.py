@@ -14,6 +14,7 @@ __all__ = [
     "batch_norm_backward_apply",
     "batch_norm_backward_reduce",
     "batch_norm_stats",
+    "cast",
 ]
 
 # Looked up once: each attribute costs as much as a check.
@@ -41,6 +42,14 @@ def _is_channels_last(tensor: Tensor) -> bool:
     if memory_format is None:
         return tensor.movedim(1, -1).is_contiguous()
     return tensor.is_contiguous(memory_format=memory_format)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor.to(dtype)``, but do not trace one that would return ``tensor`` itself.
+
+    torch 2.11 loses the gradient of an output that such a call has returned: backward gets zeros.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def batch_norm_stats(input: Tensor) -> Tensor:

@@ -294,8 +294,9 @@ def test_table_has_a_row_for_each_case(output, results, tmp_path):
     text = readme.read_text()
     assert text.startswith("before\n") and text.endswith("after\n")
     lines = MARKERS.search(text)[1].splitlines()
-    assert results.stem in lines[0]
-    assert re.search(r"anew, the first numbers are \d+\.\d\d to \d+\.\d\d, half", text, re.M)
+    words = " ".join(lines[: lines.index("")])
+    assert f" on {results.stem} with " in words
+    assert re.search(r"anew, the speedups are \d+\.\d\d to \d+\.\d\d, half", words)
     cases = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[0:1] == "|"]
     assert [row[:2] for row in cases[2:]] == [["tiny", "2x3x5x7"], ["tiny 2-D", "4x5"]]
     filled = [[bool(re.fullmatch(r"\d+\.\d\d \(\d+%\)", cell)) for cell in row] for row in cases]

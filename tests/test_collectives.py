@@ -106,7 +106,7 @@ def train(rank, world_size, channels, name="body.bn1"):
 
 
 def test_ranks_with_different_channels_all_fail_with_words():
-    """Without the meeting before it, gloo would end one of the processes by SIGABRT."""
+    """Without the comparison before it, gloo would end one of the processes by SIGABRT."""
     with Ranks(3, case_seconds=30) as ranks:
         outcomes = ranks.outcomes(train, [4, 8, 4])
     kinds = sorted(outcome.kind for outcome in outcomes)
@@ -121,20 +121,20 @@ def test_ranks_with_different_channels_all_fail_with_words():
             assert "while another normalises" in outcome.message
 
 
-def meet_again(rank, world_size):
+def compare_again(rank, world_size):
     group = dist.group.WORLD
     first = []
     for size in (9, 9, 17):
-        first.append(collectives.meet(group, size, CPU))
+        first.append(collectives.find_size_mismatch(group, size, CPU))
         dist.all_reduce(torch.ones(1))
-    second = collectives.meet(group, 33 + rank, CPU)
+    second = collectives.find_size_mismatch(group, 33 + rank, CPU)
     dist.all_reduce(torch.ones(1))
     return first, second
 
 
-def test_meeting_finds_who_differs_and_only_then():
+def test_comparison_finds_who_differs_and_only_then():
     with Ranks(2) as ranks:
-        results = ranks.run(meet_again)
+        results = ranks.run(compare_again)
     assert [first for first, _ in results] == [[None, None, None]] * 2
     assert sorted(str(second) for _, second in results) in (["33", "None"], ["34", "None"])
 
@@ -189,19 +189,19 @@ def test_rank_that_does_not_come_fails_the_others_at_the_groups_timeout():
     assert "[layer 'body.bn1', rank 0 of 2]" in waiting.message
 
 
-def meet_at_different_collectives(rank, world_size):
-    """Rank 1 runs its first layer compiled, which does not meet; the ranks agree all the same."""
+def compare_at_different_collectives(rank, world_size):
+    """Rank 1 runs its first layer compiled and compares nothing; the ranks agree all the same."""
     group = dist.group.WORLD
-    met = [collectives.meet(group, 9, CPU)] if rank == 0 else []
+    found = [collectives.find_size_mismatch(group, 9, CPU)] if rank == 0 else []
     dist.all_reduce(torch.ones(1))
-    met.append(collectives.meet(group, 17, CPU))
+    found.append(collectives.find_size_mismatch(group, 17, CPU))
     dist.all_reduce(torch.ones(1))
-    return met
+    return found
 
 
-def test_ranks_that_met_at_different_times_do_not_mistrust_each_other():
+def test_ranks_that_compare_at_different_times_do_not_mistrust_each_other():
     with Ranks(2) as ranks:
-        assert ranks.run(meet_at_different_collectives) == [[None, None], [None]]
+        assert ranks.run(compare_at_different_collectives) == [[None, None], [None]]
 
 
 def send_then_train(rank, world_size):
@@ -238,8 +238,8 @@ class Group:
 
 def test_second_group_of_a_name_is_not_mistaken_for_the_first():
     first, second = Group(), Group()
-    assert collectives.meet(first, 9, CPU) is None
-    assert collectives.meet(second, 17, CPU) is None
+    assert collectives.find_size_mismatch(first, 9, CPU) is None
+    assert collectives.find_size_mismatch(second, 17, CPU) is None
 
 
 def test_backend_without_store_and_sequence_numbers():

@@ -139,7 +139,7 @@ def test_rank_that_withdraws_makes_the_others_nan_and_changes_nothing(world):
 def train_without_waiting(rank, world_size):
     layer = SyncBatchNorm(8)
     x = make_input((4, 8, 6, 6), "contiguous", torch.float32, seed=rank).requires_grad_()
-    layer(x).sum().backward()  # the first one meets the other ranks
+    layer(x).sum().backward()  # the first one compares sizes
     torch.cuda.set_sync_debug_mode("error")
     try:
         layer(x).sum().backward()
