@@ -49,7 +49,7 @@ def check_training(
     )
     check_running(running_mean, running_var, num_batches_tracked)
     check_eps(eps)
-    if momentum is not None:
+    if momentum is not None or num_batches_tracked is None:
         check_momentum(momentum)
     if alone:
         check_more_than_one_value(input)
@@ -92,7 +92,7 @@ def _are_ordinary(
 
     Every attribute of a tensor costs about as much as a line of Python: as few as will do.
     """
-    if not isinstance(input, Tensor) or input.layout is not torch.strided:
+    if not isinstance(input, Tensor) or input.layout is not torch.strided or input.is_nested:
         return False
     vector_dtypes = _VECTOR_DTYPES.get(input.dtype)
     shape = input.shape
@@ -120,7 +120,10 @@ def _are_ordinary(
         or (not on_cpu and num_batches_tracked.device != input.device)
     ):
         return False
-    if momentum is not None and (type(momentum) is not float or not math.isfinite(momentum)):
+    if momentum is None:
+        if num_batches_tracked is None:
+            return False
+    elif type(momentum) is not float or not math.isfinite(momentum):
         return False
     return type(eps) is float and 0 <= eps < math.inf
 
@@ -137,6 +140,10 @@ def check_input(input: object, num_features: int | None = None) -> None:
     if input.layout != torch.strided:
         raise TypeError(
             f"expected a dense input, but got layout {input.layout}; call .to_dense() first"
+        )
+    if input.is_nested:
+        raise TypeError(
+            "expected a dense input, but got a nested tensor; call .to_padded_tensor() first"
         )
     if input.is_quantized or input.dtype not in _FLOAT_DTYPES:
         raise TypeError(
@@ -174,9 +181,10 @@ def check_channel_vectors(input: Tensor, **vectors: Tensor | None) -> None:
                 f"expected {name} to have shape [{channels}], but got {list(vector.shape)}"
             )
         if vector.dtype not in _VECTOR_DTYPES[input.dtype]:
+            own = f"{_dtype_name(input.dtype)}, " if input.dtype.itemsize == 2 else ""
             raise TypeError(
-                f"expected {name} to have dtype {_dtype_name(input.dtype)}, float32 or float64, "
-                f"but got {_dtype_name(vector.dtype)}"
+                f"expected {name} to have dtype {own}float32 or float64, but got "
+                f"{_dtype_name(vector.dtype)}"
             )
         if vector.device != input.device:
             raise ValueError(
@@ -232,12 +240,17 @@ def check_momentum(momentum: object) -> None:
 
 
 def check_no_transform() -> None:
-    """Raise NotImplementedError inside of torch.func's grad, vmap, jvp and the like."""
+    """Raise NotImplementedError inside of a transform of torch.func or a trace of torch.jit."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "SyncBatchNorm in training mode cannot be transformed by torch.func (grad, vmap, jvp, "
             "...); torch.autograd.grad differentiates it to any order, and "
             "syncbn.revert_sync_batchnorm makes layers of one process that can be transformed"
+        )
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError(
+            "SyncBatchNorm in training mode cannot be traced by torch.jit.trace; call eval() or "
+            "syncbn.revert_sync_batchnorm first"
         )
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "check_process_group",
     "find_size_mismatch",
     "functional_all_reduce_sum",
+    "likely_device",
     "resolve_group",
     "withdraw",
 ]
@@ -40,8 +41,11 @@ class _SizesSeen:
     """The message sizes that a group has compared, and which group of its name it is."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        _groups_named[group.group_name] += 1
-        self.generation = _groups_named[group.group_name]
+        name = ""
+        with contextlib.suppress(RuntimeError):  # torch.distributed gives its groups names
+            name = str(group.group_name)
+        _groups_named[name] += 1
+        self.generation = _groups_named[name]
         self.sizes: list[int] = []
 
 
@@ -64,11 +68,14 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
     """Return the group to synchronise with, or None where this process is alone.
 
     Raises:
+        TypeError: It is not a group.
         ValueError: This rank is not a member of the group.
     """
     if not _AVAILABLE or not dist.is_initialized():
         return None
     group = dist.group.WORLD if process_group is None else process_group
+    if not isinstance(group, ProcessGroup):
+        check_process_group(group)
     if isinstance(group, int):
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of this layer's process_group: "
@@ -76,6 +83,13 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
             "is in, or do not run this layer on it in training mode"
         )
     return group if group is not None and group.size() > 1 else None
+
+
+def likely_device(group: ProcessGroup) -> torch.device:
+    """Return where the other ranks' tensors probably are, for a rank that has none of its own."""
+    backends = {device.type for device in group._device_types}
+    on_cuda = "cuda" in backends and ("cpu" not in backends or torch.cuda.is_initialized())
+    return torch.device("cuda" if on_cuda else "cpu")
 
 
 def check_join() -> None:

@@ -1,17 +1,20 @@
 """Conversion of a model's batch normalization layers, and the way back."""
 
+import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn import collectives
 from syncbn.collectives import ProcessGroup
-from syncbn.modules import SyncBatchNorm
+from syncbn.modules import SyncBatchNorm, record_call
 
 __all__ = ["BatchNorm", "SyncBatchNormAct", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 
@@ -21,6 +24,14 @@ class BatchNorm(_BatchNorm):
 
     What :func:`revert_sync_batchnorm` makes of a layer that was not converted from another class.
     """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise ``input``."""
+        if isinstance(input, torch.fx.Proxy):
+            recorded = record_call(self, BatchNorm.forward, input)
+            if recorded is not None:
+                return recorded  # type: ignore[no-any-return]
+        return super().forward(input)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -35,6 +46,10 @@ class SyncBatchNormAct(SyncBatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise, drop, activate."""
+        if isinstance(input, torch.fx.Proxy):
+            recorded = record_call(self, SyncBatchNormAct.forward, input)
+            if recorded is not None:
+                return recorded  # type: ignore[no-any-return]
         output: Tensor = self.act(self.drop(super().forward(input)))
         return output
 
@@ -45,9 +60,10 @@ def convert_sync_batchnorm(
     """Replace a model's batch normalization layers by :class:`syncbn.SyncBatchNorm`.
 
     Takes BatchNorm1d, 2d and 3d, ``torch.nn.SyncBatchNorm``, their subclasses that add no methods,
-    and timm's ``BatchNormAct2d`` with its activation. Parameters and buffers stay the same
-    objects, so do hooks, training mode, ``qconfig`` and whatever else the layer carries; a layer
-    registered twice stays one. Other subclasses are left alone, with a warning that names them.
+    and timm's ``BatchNormAct2d`` and ``SyncBatchNormAct`` with their activation. Parameters and
+    buffers stay the same objects, so do hooks, training mode, ``qconfig`` and whatever else the
+    layer carries; a layer registered twice stays one. Other subclasses are left alone, with a
+    warning that names them.
 
     Args:
         module: The model; changed in place. An ordinary batch normalization layer itself is not.
@@ -59,8 +75,9 @@ def convert_sync_batchnorm(
 
     Raises:
         TypeError: ``module`` is not a module or ``process_group`` not a group.
-        ValueError: A lazy layer does not know its number of channels yet.
-        In both cases nothing has been changed.
+        ValueError: A lazy layer does not know its number of channels yet, or a layer has been
+            compiled by itself.
+        Nothing has been changed then.
 
     Example:
         >>> from torch import nn
@@ -77,10 +94,12 @@ def convert_sync_batchnorm(
                 f"the layer {name!r} is a {type(layer).__name__} that does not know its number of "
                 "channels yet; run one batch through the model before converting it"
             )
+    _check_not_compiled(module, lambda layer: _sync_class(layer) is not None)
+    left_alone: list[str] = []
 
     def convert(layer: nn.Module, name: str) -> nn.Module:
         if isinstance(layer, SyncBatchNorm):
-            layer._name = layer._name or name
+            layer._name = name or layer._name
             if process_group is not None:
                 layer.process_group = process_group
             return layer
@@ -88,18 +107,24 @@ def convert_sync_batchnorm(
             return layer
         target = _sync_class(layer)
         if target is None:
-            _warn_own_methods(layer, name, "does not synchronise")
+            synchronises = "stays torch's" if _is_synchronised(layer) else "does not synchronise"
+            left_alone.append(_own_methods(layer, name, synchronises))
             return layer
         new: SyncBatchNorm = _with_class(layer, target)
-        new._name = name
-        if isinstance(layer, nn.SyncBatchNorm):
-            new.process_group = layer.process_group if process_group is None else process_group
-        else:
-            new.process_group = process_group
+        new._name = name or getattr(layer, "_name", "")
+        new.process_group = process_group
+        if not isinstance(layer, nn.SyncBatchNorm):
             new._converted_from = type(layer)
+        else:
+            new._converted_from = _timms_class(layer)
+            if process_group is None:
+                new.process_group = layer.process_group
         return new
 
-    return _replace(module, convert)
+    converted = _replace(module, convert)
+    for text in left_alone:
+        warnings.warn(text, stacklevel=2)
+    return converted
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -117,6 +142,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``module`` is not a module.
+        ValueError: A layer has been compiled by itself. Nothing has been changed then.
 
     Example:
         >>> from torch import nn
@@ -125,12 +151,14 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         'BatchNorm2d'
     """
     _check_module(module)
+    _check_not_compiled(module, lambda layer: _is_synchronised(layer) and _is_plain(layer))
+    left_alone: list[str] = []
 
     def revert(layer: nn.Module, name: str) -> nn.Module:
-        if not isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
+        if not _is_synchronised(layer):
             return layer
         if not _is_plain(layer):
-            _warn_own_methods(layer, name, "still synchronises")
+            left_alone.append(_own_methods(layer, name, "still synchronises"))
             return layer
         converted_from = getattr(layer, "_converted_from", None)
         new: nn.Module = _with_class(layer, converted_from or BatchNorm)
@@ -138,7 +166,10 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
             new.__dict__.pop(attribute, None)
         return new
 
-    return _replace(module, revert)
+    reverted = _replace(module, revert)
+    for text in left_alone:
+        warnings.warn(text, stacklevel=2)
+    return reverted
 
 
 def _check_module(module: object) -> None:
@@ -146,11 +177,26 @@ def _check_module(module: object) -> None:
         raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}")
 
 
-def _warn_own_methods(layer: nn.Module, name: str, consequence: str) -> None:
-    warnings.warn(
+def _check_not_compiled(module: nn.Module, is_replaced: Callable[[nn.Module], bool]) -> None:
+    """Raise ValueError where code of a layer that is replaced would go on to run."""
+    for name, layer in module.named_modules():
+        compiled = getattr(layer, "_orig_mod", None)  # what torch.compile(layer) wraps
+        own_code = layer._compiled_call_impl is not None and is_replaced(layer)
+        if own_code or (compiled is not None and is_replaced(compiled)):
+            raise ValueError(
+                f"the layer {name!r} has been compiled by itself, so that its old code would go on "
+                "to run; convert or revert the model first and compile after that"
+            )
+
+
+def _is_synchronised(layer: nn.Module) -> bool:
+    return isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+
+
+def _own_methods(layer: nn.Module, name: str, consequence: str) -> str:
+    return (
         f"the layer {name!r} is a {type(layer).__name__}, which is not plain batch normalization: "
-        f"it has methods of its own, is left as it is and {consequence}",
-        stacklevel=2,
+        f"it has methods of its own, is left as it is and {consequence}"
     )
 
 
@@ -163,8 +209,8 @@ def _is_plain(layer: nn.Module) -> bool:
     if "forward" in vars(layer):  # replaced on the instance
         return False
     for cls in type(layer).__mro__:
-        if cls.__module__.startswith(("torch.nn.modules.", "syncbn.")):
-            return True
+        if cls is object or cls.__module__.startswith(("torch.nn.modules.", "syncbn.")):
+            continue
         own = {
             name
             for name, value in vars(cls).items()
@@ -172,16 +218,27 @@ def _is_plain(layer: nn.Module) -> bool:
         }
         if own - _HARMLESS:
             return False
-    return False
+    return True
 
 
-def _sync_class(layer: _BatchNorm) -> type[SyncBatchNorm] | None:
+def _sync_class(layer: nn.Module) -> type[SyncBatchNorm] | None:
     """Return the class that does what this layer does, synchronised; None if there is none."""
+    if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
+        return None
     if _is_plain(layer):
         return SyncBatchNorm
+    return SyncBatchNormAct if _timms_class(layer) and "forward" not in vars(layer) else None
+
+
+def _timms_class(layer: nn.Module) -> type[nn.Module] | None:
+    """Return timm's ``BatchNormAct2d`` if the layer is one or was one before timm's converter."""
     cls = type(layer)
-    is_timms = cls.__name__ == "BatchNormAct2d" and cls.__module__.startswith("timm.")
-    return SyncBatchNormAct if is_timms and "forward" not in vars(layer) else None
+    if cls.__module__.startswith("timm.") and {"drop", "act"} <= layer._modules.keys():
+        if cls.__name__ == "BatchNormAct2d":
+            return cls
+        if cls.__name__ == "SyncBatchNormAct":
+            return getattr(sys.modules[cls.__module__], "BatchNormAct2d", None)
+    return None
 
 
 def _with_class(layer: nn.Module, cls: type[nn.Module]) -> Any:

@@ -72,7 +72,6 @@ def sync_batch_norm(
         if running_mean is None and running_var is None:
             raise ValueError("expected running_mean and running_var when training is False")
         return evaluate(input, running_mean, running_var, weight, bias, momentum, eps)
-    checks.check_momentum(momentum)
     return train(input, running_mean, running_var, None, weight, bias, momentum, eps, process_group)
 
 
@@ -293,6 +292,9 @@ def _all_reduce(message: Tensor, group: ProcessGroup, layer: str, direction: str
     try:
         return collectives.all_reduce_sum(message, group)
     except RuntimeError as error:
+        if "Batching rule not implemented" in str(error):
+            words = "gradients of several ranks cannot be batched; leave out is_grads_batched=True"
+            raise _with_place(NotImplementedError(words), layer, group) from error
         raise _communication_error(error, group, layer, direction) from error
 
 
@@ -335,5 +337,6 @@ def _withdraw(
             num_features = tensors[0].size(0)
         elif isinstance(input, Tensor) and input.dim() > 1:
             num_features = input.size(1)
-    if num_features is not None and tensors:
-        collectives.withdraw(group, 2 * num_features + 1, tensors[0].device)
+    if num_features is not None:
+        device = tensors[0].device if tensors else collectives.likely_device(group)
+        collectives.withdraw(group, 2 * num_features + 1, device)

@@ -2,9 +2,11 @@
 
 import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -12,7 +14,22 @@ from syncbn import checks, collectives, functional
 from syncbn.collectives import ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
 
-__all__ = ["SyncBatchNorm"]
+__all__ = ["SyncBatchNorm", "record_call"]
+
+
+def record_call(layer: nn.Module, forward: Callable[..., Tensor], input: torch.fx.Proxy) -> Any:
+    """Record the call of a layer in symbolic tracing as one node, as those of torch's layers are.
+
+    The traced model then follows train() and eval(), and conversion finds its layers.
+
+    Returns:
+        The proxy of the output; None where the layer is to be traced through: the root of what is
+        traced, and a subclass whose ``forward`` is not this one.
+    """
+    tracer: Any = input.tracer
+    if type(layer).forward is not forward or tracer.root is layer:
+        return None
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), {})
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -97,6 +114,10 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise ``input``; see the class."""
+        if isinstance(input, torch.fx.Proxy):
+            recorded = record_call(self, SyncBatchNorm.forward, input)
+            if recorded is not None:
+                return recorded  # type: ignore[no-any-return]
         # A compiled graph that knew its layer's name would not serve another layer.
         name = "" if torch.compiler.is_compiling() else self._name
         if not self.training:

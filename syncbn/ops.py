@@ -5,6 +5,7 @@ csrc/ops.cpp holds their contract. None of them communicates or has an autograd 
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 from syncbn import _extension as _extension  # registers the operators
 
@@ -28,10 +29,15 @@ _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return ``tensor`` in a layout that the operators take: its own, or that of ``like``."""
+    """Return ``tensor`` in a layout that the operators take: its own, or that of ``like``.
+
+    One with gaps, such as a slice, gets the memory format that torch's operators would give it.
+    """
     like = tensor if like is None else like
-    if like.is_contiguous() or not _is_channels_last(like):
+    if like.is_contiguous():
         return tensor.contiguous()
+    if not _is_channels_last(like):
+        return tensor.contiguous(memory_format=suggest_memory_format(like))
     return (
         tensor if _is_channels_last(tensor) else tensor.movedim(1, -1).contiguous().movedim(-1, 1)
     )

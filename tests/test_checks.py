@@ -57,8 +57,16 @@ GOOD = {
     [
         (torch.ones(4), ValueError, r"expected {} to have shape \[3\], but got \[4\]"),
         (torch.ones(3, 1), ValueError, r"expected {} to have shape \[3\], but got \[3, 1\]"),
-        (torch.ones(3).long(), TypeError, "expected {} to have dtype float32, .* got int64"),
-        (torch.ones(3).half(), TypeError, "expected {} to have dtype float32, .* got float16"),
+        (
+            torch.ones(3).long(),
+            TypeError,
+            "expected {} to have dtype float32 or float64, .* got int64",
+        ),
+        (
+            torch.ones(3).half(),
+            TypeError,
+            "expected {} to have dtype float32 or float64, .* got float16",
+        ),
         (torch.ones(3, device="meta"), ValueError, "expected {} to be on cpu, .* got meta"),
         ([1.0, 1.0, 1.0], TypeError, r"expected {} to be a torch\.Tensor or None, but got list"),
     ],
@@ -182,21 +190,49 @@ BAD_ON_ONE_RANK = [
 ]
 
 
-def train_named_layer(rank, world_size, bad):
-    layer = SyncBatchNorm(3)
+def train_named_layer(rank, world_size, bad, options):
+    layer = SyncBatchNorm(3, **options)
     layer._name = "body.bn1"
     layer(torch.rand(2, 3) if rank == 0 else bad)
 
 
+@pytest.mark.parametrize("options", [{}, {"affine": False, "track_running_stats": False}])
 @pytest.mark.parametrize(("bad", "kind", "message"), BAD_ON_ONE_RANK)
-def test_bad_input_on_one_rank_fails_the_others_at_once(bad, kind, message):
+def test_bad_input_on_one_rank_fails_the_others_at_once(bad, kind, message, options):
     with Ranks(2, case_seconds=30) as ranks:  # far less than the collective's own limit
-        waiting, failed = ranks.outcomes(train_named_layer, bad)
+        waiting, failed = ranks.outcomes(train_named_layer, bad, options)
     assert isinstance(failed, Failure) and failed.kind == kind
     assert message in failed.message and "[layer 'body.bn1', rank 1 of 2]" in failed.message
     assert isinstance(waiting, Failure) and waiting.kind == "RuntimeError"
     assert "another rank of the process group withdrew" in waiting.message
     assert "[layer 'body.bn1', rank 0 of 2]" in waiting.message
+
+
+def momentum_of_none_on_one_rank(rank, world_size):
+    buffers = torch.zeros(3), torch.ones(3)
+    momentum = 0.1 if rank == 0 else None
+    sync_batch_norm(torch.rand(2, 3), *buffers, training=True, momentum=momentum)
+
+
+def test_bad_argument_of_the_function_on_one_rank_fails_the_others_at_once():
+    with Ranks(2, case_seconds=30) as ranks:
+        waiting, failed = ranks.outcomes(momentum_of_none_on_one_rank)
+    assert "expected momentum to be a number" in failed.message
+    assert "[rank 1 of 2]" in failed.message
+    assert "another rank of the process group withdrew" in waiting.message
+
+
+def batch_the_gradients(rank, world_size):
+    x = torch.rand(4, 3, requires_grad=True)
+    y = SyncBatchNorm(3)(x)
+    torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
+
+
+def test_batched_gradients_of_ranks_are_refused():
+    with Ranks(2, case_seconds=30) as ranks:
+        outcomes = ranks.outcomes(batch_the_gradients)
+    assert all(failed.kind == "NotImplementedError" for failed in outcomes)
+    assert all("is_grads_batched" in failed.message for failed in outcomes)
 
 
 def run_out_of_memory(rank, world_size):

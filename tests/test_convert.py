@@ -177,6 +177,51 @@ def test_lazy_layer_is_an_error_and_nothing_is_changed():
     assert type(convert_sync_batchnorm(original)[1]) is SyncBatchNorm
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("revert", [False, True])
+def test_layer_compiled_by_itself_is_an_error_and_nothing_is_changed(revert, whole):
+    convert = revert_sync_batchnorm if revert else convert_sync_batchnorm
+    layer = SyncBatchNorm(3) if revert else nn.BatchNorm1d(3)
+    model = nn.Sequential(nn.BatchNorm1d(3), SyncBatchNorm(3), layer)
+    if whole:
+        model[2] = torch.compile(layer, backend="eager")
+    else:
+        layer.compile(backend="eager")
+    with pytest.raises(ValueError, match="the layer '2' has been compiled by itself.*after that"):
+        convert(model)
+    assert type(model[0]) is nn.BatchNorm1d and type(model[1]) is SyncBatchNorm
+
+
+def test_layers_of_a_compiled_model_are_converted():
+    model = torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend="eager")
+    assert type(convert_sync_batchnorm(model).get_submodule("_orig_mod.0")) is SyncBatchNorm
+
+
+class FreezingMixin(nn.Module):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class Mixed(nn.BatchNorm2d, FreezingMixin):
+    pass
+
+
+def test_methods_of_a_mixin_behind_the_layers_class_count_as_its_own():
+    with pytest.warns(UserWarning, match="'0' is a Mixed, .* does not synchronise") as caught:
+        converted = convert_sync_batchnorm(nn.Sequential(Mixed(3)))
+    assert not converted.train()[0].training
+    assert caught[0].filename == __file__
+
+
+def test_subclass_of_torchs_synchronised_layer_is_said_to_stay_torchs():
+    class Tripled(nn.SyncBatchNorm):
+        def forward(self, input):
+            return 3 * super().forward(input)
+
+    with pytest.warns(UserWarning, match="'0' is a Tripled, .* stays torch's"):
+        convert_sync_batchnorm(nn.Sequential(Tripled(3)))
+
+
 @pytest.mark.parametrize("convert", [convert_sync_batchnorm, revert_sync_batchnorm])
 def test_not_a_module(convert):
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, but got dict"):
@@ -241,6 +286,14 @@ def test_layer_that_is_ours_already_gets_its_name():
         converted(torch.rand(2, 4))
 
 
+def test_name_is_that_of_the_last_conversion():
+    block = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+    converted = convert_sync_batchnorm(nn.Sequential(nn.ReLU(), block, copy.deepcopy(block)))
+    for path in ("1.0", "2.0"):
+        with pytest.raises(ValueError, match=rf"\[layer '{path}'\]"):
+            converted.get_submodule(path)(torch.rand(2, 4, 5, 5))
+
+
 def test_errors_carry_the_name_of_the_layer():
     converted = convert_sync_batchnorm(nn.Sequential(nn.Sequential(nn.BatchNorm2d(3))))
     with pytest.raises(ValueError, match=r"3 channels .* but got 4 .* \[layer '0\.0'\]"):
@@ -258,6 +311,20 @@ def test_timm_layer_keeps_its_activation():
     converted = convert_sync_batchnorm(nn.Sequential(layer))
     assert isinstance(converted[0], SyncBatchNorm) and "SiLU" in str(converted)
     torch.testing.assert_close(converted(x), expected)  # float32 rounding
+    assert type(revert_sync_batchnorm(converted)[0]) is timm_layers.BatchNormAct2d
+
+
+@pytest.mark.works("timm's `BatchNormAct2d`")
+def test_timm_layer_is_converted_after_timms_converter():
+    timm_layers = pytest.importorskip("timm.layers", exc_type=ImportError)
+    model = nn.Sequential(timm_layers.BatchNormAct2d(3, act_layer=nn.SiLU))
+    x = make_input((4, 3, 5, 5), "contiguous", torch.float32)
+    expected = copy.deepcopy(model)(x)
+    converted = convert_sync_batchnorm(timm_layers.convert_sync_batchnorm(model))
+    assert isinstance(converted[0], SyncBatchNorm)
+    torch.testing.assert_close(converted(x), expected)  # float32 rounding
+    traced = torch.fx.symbolic_trace(copy.deepcopy(converted))
+    assert torch.equal(traced(x), converted(x))
     assert type(revert_sync_batchnorm(converted)[0]) is timm_layers.BatchNormAct2d
 
 

@@ -6,7 +6,7 @@ from cases import make_input
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
-from syncbn import convert_sync_batchnorm, revert_sync_batchnorm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 
 def build():
@@ -53,13 +53,23 @@ def test_onnx_has_batch_normalization():
     assert_fused(actual, model(batch()))
 
 
-@pytest.mark.works("torch.fx.symbolic_trace")
-def test_symbolic_trace_has_torchs_batch_norm():
+@pytest.mark.works("torch.fx.symbolic_trace, and revert_sync_batchnorm before or after it")
+@pytest.mark.parametrize("built", [False, True])  # as SyncBatchNorm, not converted
+def test_layers_of_a_symbolic_trace_can_be_reverted(built):
     model = build()
+    if built:
+        model[2] = SyncBatchNorm(4).eval()
+    expected = model(batch())
     traced = torch.fx.symbolic_trace(model)
-    calls = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert calls.count(nn.functional.batch_norm) == 2
-    assert torch.equal(traced(batch()), model(batch()))
+    assert torch.equal(traced(batch()), expected)
+    reverted = revert_sync_batchnorm(traced)
+    assert type(reverted.get_submodule("0")) is nn.BatchNorm2d
+    assert not any(isinstance(module, SyncBatchNorm) for module in reverted.modules())
+    again = torch.fx.symbolic_trace(revert_sync_batchnorm(model))
+    for graph in (reverted, again):
+        calls = [node.target for node in graph.graph.nodes if node.op == "call_module"]
+        assert calls == ["0", "1", "2", "3"]
+        assert torch.equal(graph(batch()), expected)
 
 
 @pytest.mark.works("torch.nn.utils.fusion.fuse_conv_bn_eval")

@@ -122,6 +122,14 @@ def test_transforms_of_training_say_what_to_do_instead(name):
         transforms(SyncBatchNorm(3).double())[name]()
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+def test_trace_of_training_says_what_to_do_instead():
+    layer, x = SyncBatchNorm(3), torch.rand(4, 3)
+    with pytest.raises(NotImplementedError, match="torch.jit.trace; call eval"):
+        torch.jit.trace(layer, x)
+    assert layer.num_batches_tracked.item() == 0
+
+
 @scripting
 @pytest.mark.works("torch.func transforms in evaluation: grad, vmap, jvp, vjp, jacrev")
 @pytest.mark.parametrize("name", TRANSFORMS)

@@ -89,15 +89,35 @@ def test_reset_parameters(options):
     assert all(torch.equal(value, fresh[key]) for key, value in layer.state_dict().items())
 
 
-@pytest.mark.works("`torch.fx.symbolic_trace`, training and evaluation")
+class Doubled(SyncBatchNorm):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.works("`torch.fx.symbolic_trace`: a node that follows train() and eval()")
+@pytest.mark.parametrize("layer", [SyncBatchNorm, Doubled])
 @pytest.mark.parametrize("training", [True, False])
-def test_symbolic_tracing(training):
-    model = nn.Sequential(nn.Linear(3, 3), SyncBatchNorm(3), nn.ReLU()).train(training)
+def test_symbolic_tracing(training, layer):
+    """A subclass with a forward of its own is traced through, as torch's are."""
+    model = nn.Sequential(nn.Linear(3, 3), layer(3), nn.ReLU()).train(training)
     x = make_input((4, 3), "contiguous", torch.float32)
     traced = torch.fx.symbolic_trace(copy.deepcopy(model))
     assert torch.equal(traced(x), model(x))
-    functions = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert (nn.functional.batch_norm in functions) == (not training)
+    if layer is SyncBatchNorm:
+        assert [node.target for node in traced.graph.nodes if node.op == "call_module"][1] == "1"
+        assert torch.equal(traced.train(not training)(x), model.train(not training)(x))
+        for a, b in zip(traced.buffers(), model.buffers(), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_symbolic_tracing_of_the_layer_itself():
+    layer = SyncBatchNorm(3)
+    x = make_input((4, 3), "contiguous", torch.float32)
+    assert torch.equal(torch.fx.symbolic_trace(copy.deepcopy(layer))(x), layer(x))
+    evaluated = torch.fx.symbolic_trace(layer.eval())
+    assert torch.equal(evaluated(x), layer(x))
+    functions = [node.target for node in evaluated.graph.nodes if node.op == "call_function"]
+    assert functions == [nn.functional.batch_norm]
 
 
 def test_old_checkpoint_without_batch_counter_loads():

@@ -99,10 +99,11 @@ inline void check_channel_vector(const char* op, const char* name,
   check_same_device(op, name, *tensor, input);
   check_shape(op, name, *tensor, input.size(1));
   const ScalarType dtype = tensor->scalar_type();
-  SYNCBN_CHECK(
-      dtype == input.scalar_type() || dtype == ScalarType::Float || dtype == ScalarType::Double, op,
-      ": expected ", name, " to have dtype ", dtype_name(input.scalar_type()),
-      ", float32 or float64, but got ", dtype_name(dtype));
+  const ScalarType own = input.scalar_type();
+  const bool is_16_bit = own == ScalarType::Half || own == ScalarType::BFloat16;
+  SYNCBN_CHECK(dtype == own || dtype == ScalarType::Float || dtype == ScalarType::Double, op,
+               ": expected ", name, " to have dtype ", is_16_bit ? dtype_name(own) : "",
+               is_16_bit ? ", " : "", "float32 or float64, but got ", dtype_name(dtype));
 }
 
 // Running statistics come as a pair, and a cumulative average needs the batch counter.
