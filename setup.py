@@ -24,7 +24,7 @@ OLDEST_TORCH = "2.11"  # TORCH_TARGET_VERSION in csrc/common/stable.h
 GPU_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 
 # No -std: torch adds the one its headers need. No -ffast-math: the two -fno- flags let loops with
-# comparisons be vectorised and change no result. -g0: debug information is 20 times the code.
+# comparisons be vectorized and change no result. -g0: debug information is 20 times the code.
 COMPILE_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
 NVCC_FLAGS = ["-O3", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
 

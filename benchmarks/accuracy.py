@@ -91,10 +91,10 @@ def _exact(x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Wide, ...]:
     axes = tuple(axis for axis in range(x.dim()) if axis != 1)
     scale = _wide(weight).reshape((1, -1) + (1,) * (x.dim() - 2))
     count = x.numel() // x.size(1)
-    centred = wide - wide.mean(axes, keepdims=True)
-    var = (centred**2).mean(axes, keepdims=True)
+    centered = wide - wide.mean(axes, keepdims=True)
+    var = (centered**2).mean(axes, keepdims=True)
     invstd = 1 / np.sqrt(var + np.longdouble(EPS))
-    xhat = centred * invstd
+    xhat = centered * invstd
     grad_weight = (grad * xhat).sum(axes, keepdims=True)
     grad_mean = grad.mean(axes, keepdims=True)
     grad_input = scale * invstd * (grad - grad_mean - xhat * grad_weight / count)

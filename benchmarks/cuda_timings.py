@@ -54,7 +54,7 @@ LAUNCHES_AHEAD = 400  # a stream takes about a thousand before the host has to w
 
 
 class TorchLayer(nn.SyncBatchNorm):
-    """torch.nn.SyncBatchNorm that synchronises in a group of one as well."""
+    """torch.nn.SyncBatchNorm that synchronizes in a group of one as well."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Run what torch's layer runs when it trains in a larger group."""

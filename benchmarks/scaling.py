@@ -76,7 +76,7 @@ class AllGatherBatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Normalise (N, C, H, W) by the statistics of the group, without weight and bias."""
+        """Normalize (N, C, H, W) by the statistics of the group, without weight and bias."""
         channels, dims = x.size(1), (0, 2, 3)
         invstd = (x.var(dims, correction=0) + EPS).rsqrt()
         own = torch.cat([x.mean(dims), invstd, x.new_full((1,), x.numel() / channels)])

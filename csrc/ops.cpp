@@ -8,7 +8,7 @@
 //   channel vectors (weight, bias, running_mean, running_var)
 //                shape [C], any stride, in the input's dtype, float32 or float64.
 //   statistics   (message, totals, mean, invstd, count, sums) are contiguous float64.
-// All tensors are on one device. Nothing synchronises with the host on CUDA. Results do not
+// All tensors are on one device. Nothing synchronizes with the host on CUDA. Results do not
 // depend on the number of threads. None of the operators communicates or has an autograd formula:
 // syncbn/functional.py joins them with the collectives. Errors are RuntimeError.
 
@@ -21,12 +21,12 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   // that the message is as accurate as float64 can carry it. An empty input gives zeros.
   m.def("batch_norm_stats(Tensor input) -> Tensor message");
 
-  // Normalises by the statistics of the whole group, and updates the running statistics.
+  // Normalizes by the statistics of the whole group, and updates the running statistics.
   //   totals   [2C+1]: the message summed over all ranks.
   //   output   input's shape, dtype and layout: (x - mean) * invstd * weight + bias,
   //            invstd = 1 / sqrt(biased variance + eps); no weight is 1, no bias is 0.
   //   mean, invstd [C], count [1]: what backward needs.
-  // running_mean and running_var (both or neither) move by `momentum` towards the mean and the
+  // running_mean and running_var (both or neither) move by `momentum` toward the mean and the
   // unbiased variance; a momentum of None is the cumulative average, 1 / num_batches_tracked, and
   // needs num_batches_tracked. num_batches_tracked (int64, one element) grows by one. A channel
   // whose running statistics would not be finite in their dtype keeps them as they were. If the

@@ -6,8 +6,8 @@
 Trains one small net on scikit-learn's digits three times, from the same parameters, with the same
 images in the same order:
 
-(a) BatchNorm under DistributedDataParallel: each rank normalises by its own 3 images.
-(b) syncbn under DistributedDataParallel: each rank normalises by the images of all ranks.
+(a) BatchNorm under DistributedDataParallel: each rank normalizes by its own 3 images.
+(b) syncbn under DistributedDataParallel: each rank normalizes by the images of all ranks.
 (c) BatchNorm in one process that gets the images of all ranks at once.
 
 Prints how well each does on the test images and how far it is from (c), and draws the curves. (a)

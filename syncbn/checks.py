@@ -132,7 +132,7 @@ def check_input(input: object, num_features: int | None = None) -> None:
     """Check what every pass, training or not, needs of its input.
 
     Raises:
-        TypeError: Not a tensor, not strided, quantised, or not of a floating dtype.
+        TypeError: Not a tensor, not strided, quantized, or not of a floating dtype.
         ValueError: Fewer than 2 dimensions, no channels, or not ``num_features`` of them.
     """
     if not isinstance(input, Tensor):

@@ -65,7 +65,7 @@ def check_process_group(process_group: object) -> None:
 
 
 def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group to synchronise with, or None where this process is alone.
+    """Return the group to synchronize with, or None where this process is alone.
 
     Raises:
         TypeError: It is not a group.

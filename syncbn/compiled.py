@@ -37,7 +37,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         eps: float,
         group: ProcessGroup | None,
     ) -> Tensor:
-        """Return the normalised input; arguments as :func:`syncbn.functional.train`."""
+        """Return the normalized input; arguments as :func:`syncbn.functional.train`."""
         totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group is not None)
         if group is not None:
             totals = collectives.functional_all_reduce_sum(totals, group)
@@ -108,24 +108,24 @@ def is_recomputation() -> bool:
 _library = torch.library.Library("syncbn", "FRAGMENT")
 
 _library.define(
-    "compiled_stats(Tensor input, bool synchronised) -> Tensor",
+    "compiled_stats(Tensor input, bool synchronized) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
 @torch.library.impl(_library, "compiled_stats", "CompositeExplicitAutograd")
-def _(input: Tensor, synchronised: bool) -> Tensor:
-    if synchronised:
+def _(input: Tensor, synchronized: bool) -> Tensor:
+    if synchronized:
         collectives.check_join()
     return ops.batch_norm_stats(ops.as_dense(input))
 
 
 @torch.library.register_fake("syncbn::compiled_stats")
-def _(input: Tensor, synchronised: bool) -> Tensor:
+def _(input: Tensor, synchronized: bool) -> Tensor:
     return ops.batch_norm_stats(input)
 
 
-# batch_norm_apply without the normalisation; nothing where the graph runs as a recomputation.
+# batch_norm_apply without the normalization; nothing where the graph runs as a recomputation.
 _library.define(
     "compiled_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
     "Tensor(c!)? num_batches_tracked, float? momentum, float eps, ScalarType input_dtype)"

@@ -26,7 +26,7 @@ class BatchNorm(_BatchNorm):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``."""
+        """Normalize ``input``."""
         if isinstance(input, torch.fx.Proxy):
             recorded = record_call(self, BatchNorm.forward, input)
             if recorded is not None:
@@ -39,13 +39,13 @@ class BatchNorm(_BatchNorm):
 
 
 class SyncBatchNormAct(SyncBatchNorm):
-    """Synchronised batch normalization, then ``drop`` and ``act``: timm's ``BatchNormAct2d``."""
+    """Synchronized batch normalization, then ``drop`` and ``act``: timm's ``BatchNormAct2d``."""
 
     drop: nn.Module
     act: nn.Module
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise, drop, activate."""
+        """Normalize, drop, activate."""
         if isinstance(input, torch.fx.Proxy):
             recorded = record_call(self, SyncBatchNormAct.forward, input)
             if recorded is not None:
@@ -68,7 +68,7 @@ def convert_sync_batchnorm(
     Args:
         module: The model; changed in place. An ordinary batch normalization layer itself is not.
         process_group: The ranks that share a batch; None is all of them, or for a layer that is
-            synchronised already the group it has.
+            synchronized already the group it has.
 
     Returns:
         ``module``, or the new layer where ``module`` is an ordinary batch normalization layer.
@@ -107,8 +107,8 @@ def convert_sync_batchnorm(
             return layer
         target = _sync_class(layer)
         if target is None:
-            synchronises = "stays torch's" if _is_synchronised(layer) else "does not synchronise"
-            left_alone.append(_own_methods(layer, name, synchronises))
+            synchronizes = "stays torch's" if _is_synchronized(layer) else "does not synchronize"
+            left_alone.append(_own_methods(layer, name, synchronizes))
             return layer
         new: SyncBatchNorm = _with_class(layer, target)
         new._name = name or getattr(layer, "_name", "")
@@ -128,17 +128,17 @@ def convert_sync_batchnorm(
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace a model's synchronised batch normalization layers by ordinary ones.
+    """Replace a model's synchronized batch normalization layers by ordinary ones.
 
     The inverse of :func:`convert_sync_batchnorm`, for export, inference and debugging on one
     device: a converted layer gets its class back; one that was built as a SyncBatchNorm, ours or
     torch's, becomes a batch normalization of any number of dimensions.
 
     Args:
-        module: The model; changed in place. A synchronised layer itself is left as it is.
+        module: The model; changed in place. A synchronized layer itself is left as it is.
 
     Returns:
-        ``module``, or the new layer where ``module`` is a synchronised layer.
+        ``module``, or the new layer where ``module`` is a synchronized layer.
 
     Raises:
         TypeError: ``module`` is not a module.
@@ -151,14 +151,14 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         'BatchNorm2d'
     """
     _check_module(module)
-    _check_not_compiled(module, lambda layer: _is_synchronised(layer) and _is_plain(layer))
+    _check_not_compiled(module, lambda layer: _is_synchronized(layer) and _is_plain(layer))
     left_alone: list[str] = []
 
     def revert(layer: nn.Module, name: str) -> nn.Module:
-        if not _is_synchronised(layer):
+        if not _is_synchronized(layer):
             return layer
         if not _is_plain(layer):
-            left_alone.append(_own_methods(layer, name, "still synchronises"))
+            left_alone.append(_own_methods(layer, name, "still synchronizes"))
             return layer
         converted_from = getattr(layer, "_converted_from", None)
         new: nn.Module = _with_class(layer, converted_from or BatchNorm)
@@ -189,7 +189,7 @@ def _check_not_compiled(module: nn.Module, is_replaced: Callable[[nn.Module], bo
             )
 
 
-def _is_synchronised(layer: nn.Module) -> bool:
+def _is_synchronized(layer: nn.Module) -> bool:
     return isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
 
 
@@ -222,7 +222,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 
 def _sync_class(layer: nn.Module) -> type[SyncBatchNorm] | None:
-    """Return the class that does what this layer does, synchronised; None if there is none."""
+    """Return the class that does what this layer does, synchronized; None if there is none."""
     if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
         return None
     if _is_plain(layer):

@@ -27,9 +27,9 @@ def sync_batch_norm(
     r"""Apply batch normalization with the statistics of the whole batch of a process group.
 
     Arguments as :func:`torch.nn.functional.batch_norm`, and the group. With ``training`` the input
-    is normalised by the mean and biased variance of the values of all ranks, one all-reduce
+    is normalized by the mean and biased variance of the values of all ranks, one all-reduce
     forward and one backward; without, it is ``torch.nn.functional.batch_norm``. Where
-    torch.distributed is not initialised the batch is that of this process.
+    torch.distributed is not initialized the batch is that of this process.
 
     .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot w + b
 
@@ -38,10 +38,10 @@ def sync_batch_norm(
             float64. N may be 0 and may differ between ranks; C may not.
         running_mean: Shape [C], in the input's dtype, float32 or float64; updated in place when
             training. Both running statistics or neither.
-        running_var: As ``running_mean``; moves towards the unbiased variance of the group.
+        running_var: As ``running_mean``; moves toward the unbiased variance of the group.
         weight: Shape [C], same dtypes, or None for 1.
         bias: Shape [C], same dtypes, or None for 0.
-        training: Normalise by batch statistics and update the running ones.
+        training: Normalize by batch statistics and update the running ones.
         momentum: Weight of the batch in the running statistics, without a unit.
         eps: Added to the variance, in units of the input squared; not negative.
         process_group: The ranks that share a batch; None is all of them.
@@ -87,7 +87,7 @@ def evaluate(
     layer: str = "",
     num_features: int | None = None,
 ) -> Tensor:
-    """Normalise without communication, by running statistics or, without them, by the batch's.
+    """Normalize without communication, by running statistics or, without them, by the batch's.
 
     The operator is torch's own, so that exporters and compilers see what they know.
     """
@@ -128,7 +128,7 @@ def train(
     layer: str = "",
     num_features: int | None = None,
 ) -> Tensor:
-    """Normalise by the group's batch statistics and update the running ones.
+    """Normalize by the group's batch statistics and update the running ones.
 
     Arguments as :func:`sync_batch_norm`; a ``momentum`` of None is the cumulative average and
     needs ``num_batches_tracked``, which grows by one. ``layer`` names the layer in errors.
@@ -210,7 +210,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         group: ProcessGroup | None,
         layer: str,
     ) -> Tensor:
-        """Return the normalised input, which is dense; arguments as :func:`train`.
+        """Return the normalized input, which is dense; arguments as :func:`train`.
 
         ``running`` is what the operator wants of the running statistics, in one argument because
         autograd inspects every tensor that is passed directly.
@@ -318,8 +318,8 @@ def _check_same_size(group: ProcessGroup, input: Tensor, layer: str) -> None:
     if other is not None:
         collectives.withdraw(group, other, input.device)
         raise ValueError(
-            f"expected the same channels on all ranks, but this rank normalises "
-            f"{input.size(1)} while another normalises {(other - 1) // 2}; the ranks run "
+            f"expected the same channels on all ranks, but this rank normalizes "
+            f"{input.size(1)} while another normalizes {(other - 1) // 2}; the ranks run "
             f"different layers{_place(layer, group)}"
         )
 

@@ -1,4 +1,4 @@
-"""The layer: torch.nn.SyncBatchNorm's constructor, state and behaviour over our operators."""
+"""The layer: torch.nn.SyncBatchNorm's constructor, state and behavior over our operators."""
 
 import copy
 import warnings
@@ -40,7 +40,7 @@ class SyncBatchNorm(_BatchNorm):
     DistributedDataParallel refuses on CPUs. See :func:`syncbn.sync_batch_norm` for the formula,
     dtypes and errors.
 
-    Training synchronises if torch.distributed is initialised and the group has more than one
+    Training synchronizes if torch.distributed is initialized and the group has more than one
     rank: one all-reduce of 2C+1 float64 values forward, one of 2C backward. Evaluation never
     communicates. A rank may have an empty batch; if all have, nothing is updated. A channel with
     a NaN or infinity in it comes out as NaN and leaves its running statistics as they were.
@@ -113,7 +113,7 @@ class SyncBatchNorm(_BatchNorm):
             nn.init.zeros_(self.bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise ``input``; see the class."""
+        """Normalize ``input``; see the class."""
         if isinstance(input, torch.fx.Proxy):
             recorded = record_call(self, SyncBatchNorm.forward, input)
             if recorded is not None:

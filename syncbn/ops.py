@@ -75,7 +75,7 @@ def batch_norm_apply(
     momentum: float | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalise, and update the running statistics: output, mean [C], invstd [C], count [1]."""
+    """Normalize, and update the running statistics: output, mean [C], invstd [C], count [1]."""
     results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_apply(
         input,
         totals,

@@ -25,7 +25,7 @@ def _sum_over_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     return summed
 
 
-def _normalise(
+def _normalize(
     input: Tensor, eps: float, group: ProcessGroup | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return xhat in float64, 1/std per channel, and the number of values per channel."""
@@ -34,10 +34,10 @@ def _normalise(
     local_count = x.new_full((1,), input.numel() / input.size(1))
     totals = _sum_over_group(torch.cat([x.sum(dims), local_count]), group)
     count = totals[-1:].clamp(min=1)
-    centred = x - _per_channel(totals[:-1] / count, x)
-    variance = _sum_over_group((centred * centred).sum(dims), group) / count
+    centered = x - _per_channel(totals[:-1] / count, x)
+    variance = _sum_over_group((centered * centered).sum(dims), group) / count
     invstd = (variance + eps).rsqrt()
-    return centred * _per_channel(invstd, x), invstd, count
+    return centered * _per_channel(invstd, x), invstd, count
 
 
 def batch_norm(
@@ -47,7 +47,7 @@ def batch_norm(
     eps: float = 1e-5,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Normalise a batch by the statistics of the group.
+    """Normalize a batch by the statistics of the group.
 
     Args:
         input: Shape (N, C, ...), any floating dtype.
@@ -59,7 +59,7 @@ def batch_norm(
     Returns:
         float64, shape of ``input``.
     """
-    output, _, _ = _normalise(input, eps, group)
+    output, _, _ = _normalize(input, eps, group)
     if weight is not None:
         output = output * _per_channel(weight.double(), output)
     if bias is not None:
@@ -87,7 +87,7 @@ def batch_norm_backward(
         Gradients of input (its dtype and shape; of the sum over all ranks), of weight and of bias
         (float64 [C]; of this rank alone).
     """
-    xhat, invstd, count = _normalise(input, eps, group)
+    xhat, invstd, count = _normalize(input, eps, group)
     dims = [d for d in range(input.dim()) if d != 1]
     dy = grad_output.double()
     grad_bias, grad_weight = dy.sum(dims), (dy * xhat).sum(dims)

@@ -114,7 +114,7 @@ def reference_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (x - per_channel(mean, x)).square().mean(reduced_dims(x))
 
 
-def assert_normalised_close(
+def assert_normalized_close(
     actual: Tensor, expected: Tensor, dtype: torch.dtype, message_error: float = 0.0
 ) -> None:
     """Compare values that were computed in float (double for double) and rounded to ``dtype``.

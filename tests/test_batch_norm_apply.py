@@ -4,7 +4,7 @@ from cases import (
     DTYPES,
     EMPTY_SHAPES,
     all_cases,
-    assert_normalised_close,
+    assert_normalized_close,
     make_input,
     make_vector,
     per_channel,
@@ -38,7 +38,7 @@ def test_output_matches_float64(shape, layout, dtype):
     # The message costs the variance some eps of float64 of the mean square, the output half of it.
     loss = 2 * torch.finfo(torch.float64).eps * (expected_mean.square() * expected_invstd.square())
     message_error = (xhat * per_channel(weight.double() * loss, x)).abs()
-    assert_normalised_close(output, expected, dtype, message_error.max().item())
+    assert_normalized_close(output, expected, dtype, message_error.max().item())
     assert mean.dtype == invstd.dtype == count.dtype == torch.float64
     assert count.tolist() == [x.numel() / channels]
     # float32 sums, compensated or of a few dozen values; float64 after them
@@ -57,7 +57,7 @@ def test_large_mean_does_not_cost_the_output(layout):
 
 
 @pytest.mark.parametrize("buffer_dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_running_statistics_move_towards_mean_and_unbiased_variance(buffer_dtype):
+def test_running_statistics_move_toward_mean_and_unbiased_variance(buffer_dtype):
     x = make_input((4, 3, 5), "contiguous", torch.bfloat16)
     mean = torch.tensor([1.0, -1.0, 0.5], dtype=buffer_dtype)
     var = torch.tensor([2.0, 1.0, 0.5], dtype=buffer_dtype)

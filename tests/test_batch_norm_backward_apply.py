@@ -4,7 +4,7 @@ from cases import (
     DTYPES,
     EMPTY_SHAPES,
     all_cases,
-    assert_normalised_close,
+    assert_normalized_close,
     make_input,
     make_vector,
     per_channel,
@@ -33,7 +33,7 @@ def test_grad_input_matches_float64(shape, layout, dtype):
     mean_dy, mean_dy_xhat = (per_channel(s, x) for s in (sums / count).chunk(2))
     expected = (dy.double() - mean_dy - xhat * mean_dy_xhat) * per_channel(weight * invstd, x)
     assert grad_input.dtype == dtype and grad_input.stride() == x.stride()
-    assert_normalised_close(grad_input, expected, dtype)
+    assert_normalized_close(grad_input, expected, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

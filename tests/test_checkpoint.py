@@ -65,7 +65,7 @@ KEPT = {
     "linear": ["aten.addmm"],
     "linear and statistics": ["aten.addmm", "syncbn.batch_norm_stats"],
     "collectives": ["_c10d_functional.all_reduce"],
-    "normalised": ["syncbn.batch_norm_apply"],
+    "normalized": ["syncbn.batch_norm_apply"],
     "everything": [""],
 }
 

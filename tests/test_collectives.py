@@ -118,7 +118,7 @@ def test_ranks_with_different_channels_all_fail_with_words():
         assert f"[layer 'body.bn1', rank {rank} of 3]" in outcome.message
         if outcome.kind == "ValueError":
             assert "expected the same channels on all ranks" in outcome.message
-            assert "while another normalises" in outcome.message
+            assert "while another normalizes" in outcome.message
 
 
 def compare_again(rank, world_size):

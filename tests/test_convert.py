@@ -97,7 +97,7 @@ def test_hooks_move_along_and_their_handles_remove_them():
 
 def test_subclass_with_its_own_forward_is_left_alone_and_named():
     original = nn.Sequential(nn.Sequential(Doubled(3)), nn.BatchNorm2d(3))
-    with pytest.warns(UserWarning, match=r"'0\.0' is a Doubled, .* does not synchronise"):
+    with pytest.warns(UserWarning, match=r"'0\.0' is a Doubled, .* does not synchronize"):
         converted = convert_sync_batchnorm(original)
     assert type(converted[0][0]) is Doubled and type(converted[1]) is SyncBatchNorm
 
@@ -118,7 +118,7 @@ class Described(nn.BatchNorm2d):
 
 
 def test_subclass_with_other_methods_is_left_alone_and_named():
-    with pytest.warns(UserWarning, match="'0' is a Frozen, .* does not synchronise"):
+    with pytest.warns(UserWarning, match="'0' is a Frozen, .* does not synchronize"):
         converted = convert_sync_batchnorm(nn.Sequential(Frozen(3)))
     assert not converted.train()[0].training
 
@@ -156,7 +156,7 @@ def test_revert_leaves_a_subclass_with_its_own_forward_alone_and_names_it():
         def forward(self, input):
             return 3 * super().forward(input)
 
-    with pytest.warns(UserWarning, match=r"'0' is a Tripled.* still synchronises"):
+    with pytest.warns(UserWarning, match=r"'0' is a Tripled.* still synchronizes"):
         reverted = revert_sync_batchnorm(nn.Sequential(Tripled(3)))
     assert type(reverted[0]) is Tripled
 
@@ -207,13 +207,13 @@ class Mixed(nn.BatchNorm2d, FreezingMixin):
 
 
 def test_methods_of_a_mixin_behind_the_layers_class_count_as_its_own():
-    with pytest.warns(UserWarning, match="'0' is a Mixed, .* does not synchronise") as caught:
+    with pytest.warns(UserWarning, match="'0' is a Mixed, .* does not synchronize") as caught:
         converted = convert_sync_batchnorm(nn.Sequential(Mixed(3)))
     assert not converted.train()[0].training
     assert caught[0].filename == __file__
 
 
-def test_subclass_of_torchs_synchronised_layer_is_said_to_stay_torchs():
+def test_subclass_of_torchs_synchronized_layer_is_said_to_stay_torchs():
     class Tripled(nn.SyncBatchNorm):
         def forward(self, input):
             return 3 * super().forward(input)
@@ -245,7 +245,7 @@ def groups(rank, world_size):
     return [*kept, *given, ours[0] is layer, ours[1].process_group is other]
 
 
-def test_synchronised_layer_keeps_its_group_unless_one_is_given(two_ranks):
+def test_synchronized_layer_keeps_its_group_unless_one_is_given(two_ranks):
     assert two_ranks.run(groups) == [[True] * 6] * 2
 
 

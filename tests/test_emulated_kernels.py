@@ -11,7 +11,7 @@ import torch
 from cases import (
     DTYPES,
     SHAPES,
-    assert_normalised_close,
+    assert_normalized_close,
     layouts,
     make_input,
     per_channel,
@@ -105,7 +105,7 @@ def check_apply(library, x, dy):
     # The output is aligned, as new tensors are.
     for _, (output, *statistics) in on_all_devices(library, run, x, placed(x, 0)):
         assert output.dtype == x.dtype and output.stride() == x.stride()
-        assert_normalised_close(output, expected, x.dtype)
+        assert_normalized_close(output, expected, x.dtype)
         # float64's rounding of the totals, of which the variance is a difference
         bound = 1e-15 * (1 + (mean.square() / (var + EPS)).max().item())
         for actual, value in zip(statistics, (mean, invstd, totals[-1:]), strict=True):
@@ -146,7 +146,7 @@ def check_backward_apply(library, x, dy):
 
     for _, (grad_input,) in on_all_devices(library, run, dy, x, placed(x, 0)):
         assert grad_input.dtype == x.dtype and grad_input.stride() == x.stride()
-        assert_normalised_close(grad_input, expected, x.dtype)
+        assert_normalized_close(grad_input, expected, x.dtype)
 
 
 CHECKS = {
@@ -334,7 +334,7 @@ def test_constant_channel_has_no_variance(device, layout, dtype):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bad_value_stays_in_its_channel(device, bad, layout, dtype):
-    x = make_input((3, 5, 7, 7), layout, dtype)  # planes share vectors with their neighbours
+    x = make_input((3, 5, 7, 7), layout, dtype)  # planes share vectors with their neighbors
     dy = make_input((3, 5, 7, 7), layout, dtype, seed=1)
     mean, var = reference_moments(x)
     clean = device.batch_norm_stats(x), device.batch_norm_backward_reduce(dy, x, mean, var, None)[0]

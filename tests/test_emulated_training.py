@@ -10,7 +10,7 @@ import torch
 from cases import (
     DTYPES,
     EMPTY_SHAPES,
-    assert_normalised_close,
+    assert_normalized_close,
     make_input,
     per_channel,
     reduced_dims,
@@ -62,7 +62,7 @@ def test_parameters_and_buffers_of_any_dtype_and_stride(library, dtype, vector_d
     eps = max(torch.finfo(vector_dtype).eps, 1e-14)
     for _, results in on_all_devices(library, run, x, torch.empty_like(x)):
         output, *vectors, grad_weight, grad_bias = results
-        assert_normalised_close(output, expected, dtype)
+        assert_normalized_close(output, expected, dtype)
         assert torch.equal(torch.stack(vectors[:2], 1), table[:, :2])
         moved = 0.7 * old_mean + 0.3 * mean, 0.7 * old_var + 0.3 * var * 270 / 269
         for actual, value in zip(vectors[2:], moved, strict=True):
@@ -218,8 +218,8 @@ def test_ranks_train_as_one_whole_batch(library, dtype, layout, sizes, multiproc
     running = torch.zeros(19).double(), torch.ones(19).double()
     output = torch.nn.functional.batch_norm(whole, *running, *parameters, True, 0.1, EPS)
     output.backward(dy.double())
-    assert_normalised_close(torch.cat(outputs), output.detach(), dtype)
-    assert_normalised_close(torch.cat(grad_inputs), whole.grad, dtype)
+    assert_normalized_close(torch.cat(outputs), output.detach(), dtype)
+    assert_normalized_close(torch.cat(grad_inputs), whole.grad, dtype)
     # Float sums of 1,001 values of order one, in ranks' parts
     for actual, parameter in zip((grad_weight, grad_bias), parameters, strict=True):
         torch.testing.assert_close(actual.double(), parameter.grad, rtol=1e-5, atol=1e-3)

@@ -118,7 +118,7 @@ def test_conversions_of_16_bit_types_are_torchs(convert, name, dtype):
     floats = convert(f"{name}_to_float", every, torch.float32)
     torch.testing.assert_close(floats, every.float(), rtol=0, atol=0, equal_nan=True)
 
-    # Each value, the ties between neighbours, and the floats next to both.
+    # Each value, the ties between neighbors, and the floats next to both.
     finite = floats[floats.isfinite()].sort().values
     ties = (finite[1:].double() + finite[:-1].double()).float() / 2
     ends = torch.tensor([65519.996, 65520.0, 3.3961775e38, 3.4e38, torch.inf])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cases import assert_normalised_close, make_input, reduced_dims, to_layout
+from cases import assert_normalized_close, make_input, reduced_dims, to_layout
 from torch import nn
 
 import syncbn
@@ -75,8 +75,8 @@ def run_layer(rank, world_size, shape, layout, dtype, split, group_ranks=None):
 
 def check_results(results, shape, dtype):
     y, grad_input, grad_weight, grad_bias, mean, var = expected_results(shape, dtype)
-    assert_normalised_close(torch.cat([r[0] for r in results]), y, dtype)
-    assert_normalised_close(torch.cat([r[1] for r in results]), grad_input, dtype)
+    assert_normalized_close(torch.cat([r[0] for r in results]), y, dtype)
+    assert_normalized_close(torch.cat([r[1] for r in results]), grad_input, dtype)
     # Parameter gradients are sums over each rank: together those of the whole batch. Their terms
     # are of order one and number at most 200.
     eps = 2e-5 if dtype != torch.float64 else 1e-12
@@ -100,7 +100,7 @@ def test_equals_the_whole_batch(world_anywhere, shape, layout, dtype):
 
 
 @pytest.mark.works("process groups of some of the ranks")
-def test_groups_of_ranks_synchronise_apart(three_ranks):
+def test_groups_of_ranks_synchronize_apart(three_ranks):
     shape = (6, 5, 3)
     args = (shape, "contiguous", torch.float32, [2, 4], [0, 2])
     results = three_ranks.run(run_layer, *args)

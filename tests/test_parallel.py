@@ -73,7 +73,7 @@ def accumulate(rank, world_size):
 
 
 @pytest.mark.works("gradient accumulation under no_sync()")
-def test_gradient_accumulation_without_synchronisation(any_world):
+def test_gradient_accumulation_without_synchronization(any_world):
     for actual in any_world.run(accumulate):
         assert_close(actual, whole_batch(3))
 

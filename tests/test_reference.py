@@ -42,12 +42,12 @@ def whole_batch():
     return x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
 
 
-def layer_of_rank(rank, world_size, normalise):
+def layer_of_rank(rank, world_size, normalize):
     """A function of the whole batch, computed by ranks that have a share each."""
 
     def layer(x, weight, bias):
         shares = Replicate.apply(x).tensor_split(world_size)
-        y = normalise(shares[rank], Replicate.apply(weight), Replicate.apply(bias))
+        y = normalize(shares[rank], Replicate.apply(weight), Replicate.apply(bias))
         zeros = [torch.zeros_like(share) for share in shares]
         return SumReplicas.apply(torch.cat([*zeros[:rank], y, *zeros[rank + 1 :]]))
 

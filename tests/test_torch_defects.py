@@ -41,9 +41,9 @@ def record_operators(rank, world_size, momentum):
     return operators.names
 
 
-@pytest.mark.works("training without host synchronisation")
+@pytest.mark.works("training without host synchronization")
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_78656_no_host_synchronisation_and_no_masks_for_empty_ranks(two_ranks, momentum):
+def test_78656_no_host_synchronization_and_no_masks_for_empty_ranks(two_ranks, momentum):
     for names in two_ranks.run(record_operators, momentum):
         # Watched by a mode, as here, the all-reduce is the functional one; else it is c10d's own.
         collective = ["_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"]
@@ -146,9 +146,9 @@ def test_161302_no_graph_break(two_ranks):
     assert two_ranks.run(compile_whole) == [True, True]
 
 
-def penalty_gradient(normalise, x):
+def penalty_gradient(normalize, x):
     x = x.contiguous(memory_format=torch.channels_last).requires_grad_()
-    (grad,) = torch.autograd.grad((normalise(x) ** 3).sum(), x, create_graph=True)
+    (grad,) = torch.autograd.grad((normalize(x) ** 3).sum(), x, create_graph=True)
     grad.square().sum().backward()
     return x.grad
 

@@ -19,12 +19,12 @@ inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes,
   return Tensor(handle);
 }
 
-// Uninitialised, with the shape, strides and dtype of `tensor`.
+// Uninitialized, with the shape, strides and dtype of `tensor`.
 inline Tensor allocate_like(const Tensor& tensor) {
   return allocate(tensor.sizes(), tensor.strides(), tensor.scalar_type(), tensor);
 }
 
-// Uninitialised, contiguous, one-dimensional, on the device of `like`.
+// Uninitialized, contiguous, one-dimensional, on the device of `like`.
 inline Tensor allocate_vector(int64_t size, ScalarType dtype, const Tensor& like) {
   constexpr int64_t kStride = 1;
   return allocate({&size, 1}, {&kStride, 1}, dtype, like);

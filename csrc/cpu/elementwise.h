@@ -69,7 +69,7 @@ struct Elementwise {
     }
 
     // Values of one channel, from `begin` to `end`. The last pack, and the first one before what
-    // is streamed, may overlap their neighbours.
+    // is streamed, may overlap their neighbors.
     template <bool kStream>
     static SYNCBN_INLINE void run_plane(const Elementwise& job, const Op<P>& op, int64_t begin,
                                         int64_t end) {

@@ -1,6 +1,6 @@
 // A pack: two vectors of values to compute with, and how stored values become one and back.
 //
-// The lanes of a pack of bfloat16 are not in the order of memory. Two neighbours are one 32-bit
+// The lanes of a pack of bfloat16 are not in the order of memory. Two neighbors are one 32-bit
 // word, whose halves are shifted and masked into the two vectors: first the values at even places,
 // then those at odd ones. That takes half of the instructions that keeping the order would.
 #pragma once

@@ -140,7 +140,7 @@ class Block {
     fiber_.start(&run_block);
   }
 
-  // Gives the block a turn: until it has exited, reaches a barrier or has signalled others.
+  // Gives the block a turn: until it has exited, reaches a barrier or has signaled others.
   Wait resume() {
     current = this;
     blockIdx = index_;

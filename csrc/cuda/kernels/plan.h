@@ -3,12 +3,12 @@
 //
 // A block owns a tile of channels and a segment of their values.
 //
-// Matrix (rows, C): a thread owns `vector` neighbouring channels, blockDim.x threads make a tile of
+// Matrix (rows, C): a thread owns `vector` neighboring channels, blockDim.x threads make a tile of
 // up to 32 vectors, blockDim.y threads share its rows; the segment counts rows.
 //
 // Planar (outer, C, inner): blockDim.x threads share a channel, blockDim.y channels are a tile; the
 // segment counts slots, aligned vectors that a plane lies in. In an unaligned plane the first and
-// the last slot hold values of neighbouring planes, too.
+// the last slot hold values of neighboring planes, too.
 #pragma once
 
 #include <algorithm>

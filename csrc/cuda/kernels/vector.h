@@ -1,4 +1,4 @@
-// A few neighbouring values of a tensor, loaded and stored at once, and computed with in float32,
+// A few neighboring values of a tensor, loaded and stored at once, and computed with in float32,
 // those of float64 tensors in float64.
 #pragma once
 
