@@ -70,7 +70,7 @@ def check_evaluation(
         TypeError, ValueError: As the checks below do.
     """
     vectors = (weight, bias, running_mean, running_var)
-    if _are_ordinary(input, num_features, vectors, None, None, eps):
+    if _are_ordinary(input, num_features, vectors, None, 0.0, eps):
         return
     check_input(input, num_features)
     check_channel_vectors(

@@ -168,10 +168,16 @@ def withdraw(group: ProcessGroup, size: int, device: torch.device) -> None:
     A rank that found its input bad calls this before it raises, so that the others fail at once
     with words instead of waiting for it. An error in here must not hide the first one.
     """
-    with contextlib.suppress(RuntimeError, ValueError):
-        message = torch.zeros(size, dtype=torch.float64, device=device)
-        message[-1] = torch.nan
-        all_reduce_sum(message, group)
+    tracing = torch._C._get_tracing_state()
+    # torch.jit.trace refuses what it does not know.
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        with contextlib.suppress(RuntimeError, ValueError):
+            message = torch.zeros(size, dtype=torch.float64, device=device)
+            message[-1] = torch.nan
+            all_reduce_sum(message, group)
+    finally:
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
 class AllReduceSum(torch.autograd.Function):

@@ -25,15 +25,11 @@ class BatchNorm(_BatchNorm):
     What :func:`revert_sync_batchnorm` makes of a layer that was not converted from another class.
     """
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``input``."""
-        if isinstance(input, torch.fx.Proxy):
-            recorded = record_call(self, BatchNorm.forward, input)
-            if recorded is not None:
-                return recorded  # type: ignore[no-any-return]
-        return super().forward(input)
-
     def _check_input_dim(self, input: Tensor) -> None:
+        # TorchScript does not look into this block, as it would with one condition for both.
+        if not torch.jit.is_scripting():  # type: ignore[attr-defined]  # noqa: SIM102
+            if isinstance(input, torch.fx.Proxy):  # symbolic tracing has no values to check
+                return
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
@@ -209,7 +205,7 @@ def _is_plain(layer: nn.Module) -> bool:
     if "forward" in vars(layer):  # replaced on the instance
         return False
     for cls in type(layer).__mro__:
-        if cls is object or cls.__module__.startswith(("torch.nn.modules.", "syncbn.")):
+        if cls.__module__.startswith(("torch.nn.modules.", "syncbn.", "typing", "builtins")):
             continue
         own = {
             name

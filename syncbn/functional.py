@@ -335,7 +335,7 @@ def _withdraw(
     if num_features is None:
         if tensors and tensors[0] is not input and tensors[0].dim() == 1:
             num_features = tensors[0].size(0)
-        elif isinstance(input, Tensor) and input.dim() > 1:
+        elif isinstance(input, Tensor) and input.dim() > 1 and not input.is_nested:
             num_features = input.size(1)
     if num_features is not None:
         device = tensors[0].device if tensors else collectives.likely_device(group)

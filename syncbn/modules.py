@@ -24,10 +24,12 @@ def record_call(layer: nn.Module, forward: Callable[..., Tensor], input: torch.f
 
     Returns:
         The proxy of the output; None where the layer is to be traced through: the root of what is
-        traced, and a subclass whose ``forward`` is not this one.
+        traced, a subclass or layer whose ``forward`` is not this one, and a layer with hooks, which
+        the tracer runs and the node would run again.
     """
     tracer: Any = input.tracer
-    if type(layer).forward is not forward or tracer.root is layer:
+    own_forward = type(layer).forward is not forward or "forward" in vars(layer)
+    if own_forward or tracer.root is layer or layer._forward_hooks or layer._forward_pre_hooks:
         return None
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), {})
 

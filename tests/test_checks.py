@@ -1,5 +1,7 @@
 """Bad input: each case has an error of the right type that names what was expected and came."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch.distributed as dist
 from cases import make_input
 from ranks import Failure, Ranks
 
-from syncbn import SyncBatchNorm, ops, sync_batch_norm
+from syncbn import SyncBatchNorm, checks, ops, sync_batch_norm
 
 X = make_input((4, 3, 5), "contiguous", torch.float32)
 
@@ -40,6 +42,14 @@ def test_bad_input(make, kind, message, training):
     with pytest.raises(kind, match=message):
         layer(make())
     assert all(torch.equal(value, state[key]) for key, value in layer.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("training", [True, False])
+def test_nested_input(training):
+    nested = torch.nested.nested_tensor([torch.rand(3, 2), torch.rand(3, 5)])
+    with pytest.raises(TypeError, match="expected a dense input, but got a nested tensor"):
+        SyncBatchNorm(3).train(training)(nested)
 
 
 GOOD = {
@@ -220,6 +230,26 @@ def test_bad_argument_of_the_function_on_one_rank_fails_the_others_at_once():
     assert "expected momentum to be a number" in failed.message
     assert "[rank 1 of 2]" in failed.message
     assert "another rank of the process group withdrew" in waiting.message
+
+
+def trace_on_one_rank(rank, world_size):
+    warnings.simplefilter("ignore")  # torch deprecates it
+    layer, x = SyncBatchNorm(3), torch.rand(4, 3)
+    layer(x) if rank == 0 else torch.jit.trace(layer, x)
+
+
+def test_trace_on_one_rank_fails_the_others_at_once():
+    with Ranks(2, case_seconds=30) as ranks:
+        waiting, failed = ranks.outcomes(trace_on_one_rank)
+    assert failed.kind == "NotImplementedError" and "torch.jit.trace" in failed.message
+    assert "another rank of the process group withdrew" in waiting.message
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_ordinary_arguments_take_the_short_way(training, monkeypatch):
+    monkeypatch.setattr(checks, "check_input", None)
+    SyncBatchNorm(3).train(training)(X)
+    sync_batch_norm(X, **GOOD, training=training)
 
 
 def batch_the_gradients(rank, world_size):

@@ -1,5 +1,6 @@
 import copy
 import warnings
+from typing import Generic, TypeVar
 
 import pytest
 import torch
@@ -211,6 +212,17 @@ def test_methods_of_a_mixin_behind_the_layers_class_count_as_its_own():
         converted = convert_sync_batchnorm(nn.Sequential(Mixed(3)))
     assert not converted.train()[0].training
     assert caught[0].filename == __file__
+
+
+T = TypeVar("T")
+
+
+class Typed(nn.BatchNorm2d, Generic[T]):
+    pass
+
+
+def test_type_parameters_are_no_methods():
+    assert type(convert_sync_batchnorm(nn.Sequential(Typed(3)))[0]) is SyncBatchNorm
 
 
 def test_subclass_of_torchs_synchronized_layer_is_said_to_stay_torchs():

