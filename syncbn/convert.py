@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -27,7 +28,7 @@ class BatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         # TorchScript does not look into this block, as it would with one condition for both.
-        if not torch.jit.is_scripting():  # type: ignore[attr-defined]  # noqa: SIM102
+        if not is_scripting():  # noqa: SIM102
             if isinstance(input, torch.fx.Proxy):  # symbolic tracing has no values to check
                 return
         if input.dim() < 2:
