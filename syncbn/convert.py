@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch._jit_internal import is_scripting
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -18,6 +17,8 @@ from syncbn.collectives import ProcessGroup
 from syncbn.modules import SyncBatchNorm, record_call
 
 __all__ = ["BatchNorm", "SyncBatchNormAct", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+
+is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 
 class BatchNorm(_BatchNorm):
@@ -108,7 +109,7 @@ def convert_sync_batchnorm(
             left_alone.append(_own_methods(layer, name, synchronizes))
             return layer
         new: SyncBatchNorm = _with_class(layer, target)
-        new._name = name or getattr(layer, "_name", "")
+        new._name = name
         new.process_group = process_group
         if not isinstance(layer, nn.SyncBatchNorm):
             new._converted_from = type(layer)

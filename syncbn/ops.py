@@ -5,7 +5,6 @@ csrc/ops.cpp holds their contract. None of them communicates or has an autograd 
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from syncbn import _extension as _extension  # registers the operators
 
@@ -36,11 +35,13 @@ def as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     like = tensor if like is None else like
     if like.is_contiguous():
         return tensor.contiguous()
-    if not _is_channels_last(like):
-        return tensor.contiguous(memory_format=suggest_memory_format(like))
-    return (
-        tensor if _is_channels_last(tensor) else tensor.movedim(1, -1).contiguous().movedim(-1, 1)
-    )
+    if _is_channels_last(like):
+        if _is_channels_last(tensor):
+            return tensor
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
+    channels_fastest = like.dim() in _CHANNELS_LAST and like.stride(1) == 1
+    memory_format = _CHANNELS_LAST[like.dim()] if channels_fastest else torch.contiguous_format
+    return tensor.contiguous(memory_format=memory_format)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
