@@ -337,6 +337,7 @@ def test_timm_layer_is_converted_after_timms_converter():
     torch.testing.assert_close(converted(x), expected)  # float32 rounding
     traced = torch.fx.symbolic_trace(copy.deepcopy(converted))
     assert torch.equal(traced(x), converted(x))
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0"]
     assert type(revert_sync_batchnorm(converted)[0]) is timm_layers.BatchNormAct2d
 
 
