@@ -4,19 +4,24 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.fx
 from torch import Tensor, nn
+
+# Not by torch.nn's name for it, to which a program may have bound our layer.
+from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn import collectives
 from syncbn.collectives import ProcessGroup
-from syncbn.modules import SyncBatchNorm, record_call
+from syncbn.modules import ModuleT, SyncBatchNorm, record_call
 
 __all__ = ["BatchNorm", "SyncBatchNormAct", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+
+Layers = list[tuple[str, nn.Module]]  # with their names in the model
 
 is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
@@ -52,6 +57,18 @@ class SyncBatchNormAct(SyncBatchNorm):
         return output
 
 
+@overload
+def convert_sync_batchnorm(
+    module: _BatchNorm, process_group: ProcessGroup | None = None
+) -> _BatchNorm: ...
+
+
+@overload
+def convert_sync_batchnorm(
+    module: ModuleT, process_group: ProcessGroup | None = None
+) -> ModuleT: ...
+
+
 def convert_sync_batchnorm(
     module: nn.Module, process_group: ProcessGroup | None = None
 ) -> nn.Module:
@@ -60,8 +77,8 @@ def convert_sync_batchnorm(
     Takes BatchNorm1d, 2d and 3d, ``torch.nn.SyncBatchNorm``, their subclasses that add no methods,
     and timm's ``BatchNormAct2d`` and ``SyncBatchNormAct`` with their activation. Parameters and
     buffers stay the same objects, so do hooks, training mode, ``qconfig`` and whatever else the
-    layer carries; a layer registered twice stays one. Other subclasses are left alone, with a
-    warning that names them.
+    layer carries; a layer registered twice stays one. Other subclasses are left alone with all
+    that is in them, and a warning names them.
 
     Args:
         module: The model; changed in place. An ordinary batch normalization layer itself is not.
@@ -86,14 +103,14 @@ def convert_sync_batchnorm(
     """
     _check_module(module)
     collectives.check_process_group(process_group)
-    for name, layer in module.named_modules():
+    layers, left_alone = _layers(module, _has_no_sync_class)
+    for name, layer in layers + left_alone:
         if isinstance(layer, LazyModuleMixin) and isinstance(layer, _BatchNorm):
             raise ValueError(
                 f"the layer {name!r} is a {type(layer).__name__} that does not know its number of "
                 "channels yet; run one batch through the model before converting it"
             )
-    _check_not_compiled(module, lambda layer: _sync_class(layer) is not None)
-    left_alone: list[str] = []
+    _check_not_compiled(layers, lambda layer: _sync_class(layer) is not None)
 
     def convert(layer: nn.Module, name: str) -> nn.Module:
         if isinstance(layer, SyncBatchNorm):
@@ -101,17 +118,13 @@ def convert_sync_batchnorm(
             if process_group is not None:
                 layer.process_group = process_group
             return layer
-        if not isinstance(layer, _BatchNorm):
-            return layer
         target = _sync_class(layer)
         if target is None:
-            synchronizes = "stays torch's" if _is_synchronized(layer) else "does not synchronize"
-            left_alone.append(_own_methods(layer, name, synchronizes))
             return layer
         new: SyncBatchNorm = _with_class(layer, target)
         new._name = name
         new.process_group = process_group
-        if not isinstance(layer, nn.SyncBatchNorm):
+        if not isinstance(layer, TorchSyncBatchNorm):
             new._converted_from = type(layer)
         else:
             new._converted_from = _timms_class(layer)
@@ -119,10 +132,19 @@ def convert_sync_batchnorm(
                 new.process_group = layer.process_group
         return new
 
-    converted = _replace(module, convert)
-    for text in left_alone:
-        warnings.warn(text, stacklevel=2)
+    converted = _replace(module, layers, convert)
+    for name, layer in left_alone:
+        synchronizes = "stays torch's" if _is_synchronized(layer) else "does not synchronize"
+        warnings.warn(_own_methods(layer, name, synchronizes), stacklevel=2)
     return converted
+
+
+@overload
+def revert_sync_batchnorm(module: _BatchNorm) -> _BatchNorm: ...
+
+
+@overload
+def revert_sync_batchnorm(module: ModuleT) -> ModuleT: ...
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -149,14 +171,13 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         'BatchNorm2d'
     """
     _check_module(module)
-    _check_not_compiled(module, lambda layer: _is_synchronized(layer) and _is_plain(layer))
-    left_alone: list[str] = []
+    layers, left_alone = _layers(
+        module, lambda layer: _is_synchronized(layer) and not _is_plain(layer)
+    )
+    _check_not_compiled(layers, lambda layer: _is_synchronized(layer) and _is_plain(layer))
 
     def revert(layer: nn.Module, name: str) -> nn.Module:
         if not _is_synchronized(layer):
-            return layer
-        if not _is_plain(layer):
-            left_alone.append(_own_methods(layer, name, "still synchronizes"))
             return layer
         converted_from = getattr(layer, "_converted_from", None)
         new: nn.Module = _with_class(layer, converted_from or BatchNorm)
@@ -164,9 +185,9 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
             new.__dict__.pop(attribute, None)
         return new
 
-    reverted = _replace(module, revert)
-    for text in left_alone:
-        warnings.warn(text, stacklevel=2)
+    reverted = _replace(module, layers, revert)
+    for name, layer in left_alone:
+        warnings.warn(_own_methods(layer, name, "still synchronizes"), stacklevel=2)
     return reverted
 
 
@@ -175,9 +196,34 @@ def _check_module(module: object) -> None:
         raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}")
 
 
-def _check_not_compiled(module: nn.Module, is_replaced: Callable[[nn.Module], bool]) -> None:
+def _layers(root: nn.Module, is_left_alone: Callable[[nn.Module], bool]) -> tuple[Layers, Layers]:
+    """Return the modules of a model, each once, and those of them that are left alone.
+
+    What only a layer that is left alone holds is in neither: its methods may count on it.
+    """
+    layers: Layers = []
+    left_alone: Layers = []
+    seen: set[int] = set()
+
+    def visit(module: nn.Module, name: str) -> None:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        if is_left_alone(module):
+            left_alone.append((name, module))
+            return
+        layers.append((name, module))
+        for child_name, child in module._modules.items():
+            if child is not None:
+                visit(child, f"{name}.{child_name}" if name else child_name)
+
+    visit(root, "")
+    return layers, left_alone
+
+
+def _check_not_compiled(layers: Layers, is_replaced: Callable[[nn.Module], bool]) -> None:
     """Raise ValueError where code of a layer that is replaced would go on to run."""
-    for name, layer in module.named_modules():
+    for name, layer in layers:
         compiled = getattr(layer, "_orig_mod", None)  # what torch.compile(layer) wraps
         own_code = layer._compiled_call_impl is not None and is_replaced(layer)
         if own_code or (compiled is not None and is_replaced(compiled)):
@@ -188,7 +234,7 @@ def _check_not_compiled(module: nn.Module, is_replaced: Callable[[nn.Module], bo
 
 
 def _is_synchronized(layer: nn.Module) -> bool:
-    return isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm))
+    return isinstance(layer, (SyncBatchNorm, TorchSyncBatchNorm))
 
 
 def _own_methods(layer: nn.Module, name: str, consequence: str) -> str:
@@ -228,6 +274,12 @@ def _sync_class(layer: nn.Module) -> type[SyncBatchNorm] | None:
     return SyncBatchNormAct if _timms_class(layer) and "forward" not in vars(layer) else None
 
 
+def _has_no_sync_class(layer: nn.Module) -> bool:
+    """Whether the layer normalizes batches in a way that none of our classes does."""
+    is_other = isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+    return is_other and _sync_class(layer) is None
+
+
 def _timms_class(layer: nn.Module) -> type[nn.Module] | None:
     """Return timm's ``BatchNormAct2d`` if the layer is one or was one before timm's converter."""
     cls = type(layer)
@@ -257,17 +309,13 @@ def _with_class(layer: nn.Module, cls: type[nn.Module]) -> Any:
     return new
 
 
-def _replace(root: nn.Module, replacement: Callable[[nn.Module, str], nn.Module]) -> nn.Module:
-    """Replace each module by ``replacement(module, name)``, one that occurs twice by one."""
-    replaced: dict[int, nn.Module] = {}
-
-    def visit(module: nn.Module, name: str) -> nn.Module:
-        if id(module) not in replaced:
-            new = replaced[id(module)] = replacement(module, name)
-            for child_name, child in module._modules.items():
-                if child is not None:
-                    path = f"{name}.{child_name}" if name else child_name
-                    new._modules[child_name] = visit(child, path)
-        return replaced[id(module)]
-
-    return visit(root, "")
+def _replace(
+    root: nn.Module, layers: Layers, replacement: Callable[[nn.Module, str], nn.Module]
+) -> nn.Module:
+    """Replace each of the layers by ``replacement(layer, name)`` in those of them that hold it."""
+    replaced = {id(layer): replacement(layer, name) for name, layer in layers}
+    for new in replaced.values():
+        for name, child in new._modules.items():
+            if child is not None:
+                new._modules[name] = replaced.get(id(child), child)
+    return replaced.get(id(root), root)

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.fx
@@ -15,6 +15,8 @@ from syncbn.collectives import ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
 
 __all__ = ["SyncBatchNorm", "record_call"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def record_call(layer: nn.Module, forward: Callable[..., Tensor], input: torch.fx.Proxy) -> Any:
@@ -150,6 +152,26 @@ class SyncBatchNorm(_BatchNorm):
             layer=name,
             num_features=self.num_features,
         )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""
+        where = f" [layer {self._name!r}]" if self._name else ""
+        raise NotImplementedError(
+            "TorchScript cannot hold a SyncBatchNorm layer; call syncbn.revert_sync_batchnorm "
+            f"first{where}"
+        )
+
+    @overload
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: _BatchNorm, process_group: ProcessGroup | None = None
+    ) -> _BatchNorm: ...
+
+    @overload
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: ModuleT, process_group: ProcessGroup | None = None
+    ) -> ModuleT: ...
 
     @classmethod
     def convert_sync_batchnorm(

@@ -1,4 +1,5 @@
 import copy
+import importlib.util
 import warnings
 from typing import Generic, TypeVar
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from cases import make_input
 from torch import nn
 
+import syncbn.convert
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 
@@ -162,6 +164,81 @@ def test_revert_leaves_a_subclass_with_its_own_forward_alone_and_names_it():
     assert type(reverted[0]) is Tripled
 
 
+class Split(nn.BatchNorm2d):
+    """One half of the batch goes through a layer of its own."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.auxiliary = nn.ModuleList([nn.BatchNorm2d(channels)])
+
+    def forward(self, input):
+        one, other = input.chunk(2)
+        return torch.cat([super().forward(one), self.auxiliary[0](other)])
+
+
+def timms_split(channels):
+    timm_layers = pytest.importorskip("timm.layers", exc_type=ImportError)
+    return timm_layers.SplitBatchNorm2d(channels)
+
+
+@pytest.mark.parametrize("split", [Split, timms_split])
+def test_layer_that_is_left_alone_keeps_its_inside(split):
+    original = nn.Sequential(split(3), nn.BatchNorm2d(3))
+    inside = dict(original[0].named_modules())
+    with pytest.warns(UserWarning, match=r"'0' is a Split.*does not synchronize") as caught:
+        converted = convert_sync_batchnorm(original)
+    assert len(caught) == 1
+    assert dict(converted[0].named_modules()) == inside
+    assert type(converted[1]) is SyncBatchNorm
+    reverted = revert_sync_batchnorm(converted)
+    assert dict(reverted[0].named_modules()) == inside
+    assert type(reverted[1]) is nn.BatchNorm2d
+
+
+class SynchronizedSplit(SyncBatchNorm):
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.auxiliary = nn.ModuleList([SyncBatchNorm(channels)])
+
+    forward = Split.forward
+
+
+def test_revert_leaves_the_inside_of_a_layer_alone_that_it_leaves_alone():
+    original = nn.Sequential(SynchronizedSplit(3), SyncBatchNorm(3))
+    inside = dict(original[0].named_modules())
+    with pytest.warns(UserWarning, match="'0' is a SynchronizedSplit,.* still synchronizes"):
+        reverted = revert_sync_batchnorm(original)
+    assert dict(reverted[0].named_modules()) == inside
+    assert not isinstance(reverted[1], SyncBatchNorm)
+
+
+def test_revert_reaches_what_ordinary_layers_hold():
+    layer = Split(3)
+    layer.auxiliary[0] = convert_sync_batchnorm(layer.auxiliary[0])
+    assert type(revert_sync_batchnorm(layer).auxiliary[0]) is nn.BatchNorm2d
+
+
+def test_layer_that_one_left_alone_shares_with_the_model_is_replaced_in_the_model_only():
+    split = Split(3)
+    shared = split.auxiliary[0]
+    with pytest.warns(UserWarning, match="'0' is a Split"):
+        converted = convert_sync_batchnorm(nn.Sequential(split, shared))
+    assert split.auxiliary[0] is shared
+    assert type(converted[1]) is SyncBatchNorm and converted[1].weight is shared.weight
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.parametrize("compiled", [True, False])
+def test_inside_of_a_layer_left_alone_raises_no_error(compiled):
+    layer = Split(3)
+    if compiled:
+        layer.auxiliary[0].compile(backend="eager")
+    else:
+        layer.auxiliary[0] = nn.LazyBatchNorm2d()
+    with pytest.warns(UserWarning, match="'0' is a Split"):
+        convert_sync_batchnorm(nn.Sequential(layer))
+
+
 def test_parametrized_layer_is_left_alone_and_named():
     layer = nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(3), "weight", dim=0)
     with pytest.warns(UserWarning, match="'0' is a ParametrizedBatchNorm2d"):
@@ -232,6 +309,33 @@ def test_subclass_of_torchs_synchronized_layer_is_said_to_stay_torchs():
 
     with pytest.warns(UserWarning, match="'0' is a Tripled, .* stays torch's"):
         convert_sync_batchnorm(nn.Sequential(Tripled(3)))
+
+
+@pytest.fixture(params=["import first", "swap first"])
+def swapped(request, monkeypatch):
+    """The converters in a program that swaps torch's name for ours."""
+    monkeypatch.setattr(nn, "SyncBatchNorm", SyncBatchNorm)
+    if request.param == "import first":
+        return syncbn.convert
+    spec = importlib.util.find_spec("syncbn.convert")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TorchSyncBatchNorm = nn.SyncBatchNorm
+
+
+def test_torchs_layers_are_known_after_a_global_swap(swapped):
+    group = object()
+    converted = swapped.convert_sync_batchnorm(
+        nn.Sequential(TorchSyncBatchNorm(3, process_group=group), nn.SyncBatchNorm(3))
+    )
+    assert type(converted[0]) is type(converted[1]) is SyncBatchNorm
+    assert converted[0].process_group is group
+    for model in (converted, nn.Sequential(TorchSyncBatchNorm(3), nn.SyncBatchNorm(3))):
+        reverted = swapped.revert_sync_batchnorm(model)
+        assert type(reverted[0]) is type(reverted[1]) is swapped.BatchNorm
 
 
 @pytest.mark.parametrize("convert", [convert_sync_batchnorm, revert_sync_batchnorm])

@@ -100,15 +100,44 @@ def test_fx_fuses_after_revert():
     assert_fused(optimization.fuse(model)(batch()), expected)
 
 
-# torch's own: scripting is deprecated.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@pytest.mark.filterwarnings("ignore:`torch.jit.load")
+# torch's own: scripting and tracing are deprecated.
+scripting = pytest.mark.filterwarnings("ignore:`torch.jit")
+
+
+@scripting
 @pytest.mark.parametrize("built", [False, True])
 def test_script_takes_a_reverted_model(built):
     model = build()
     if built:
         model[2] = SyncBatchNorm(4).eval()
-    with pytest.raises((AssertionError, RuntimeError)):  # torch's, at the first thing it meets
-        torch.jit.script(model)
     expected = model(batch())
     assert torch.equal(torch.jit.script(revert_sync_batchnorm(model))(batch()), expected)
+
+
+class Doubled(SyncBatchNorm):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@scripting
+@pytest.mark.parametrize("training", [False, True])  # what is scripted can be set to train()
+@pytest.mark.parametrize("layer", [SyncBatchNorm, Doubled])
+def test_script_says_what_to_do_instead(layer, training):
+    words = "TorchScript cannot hold a SyncBatchNorm layer; call syncbn.revert_sync_batchnorm first"
+    for model in (layer(3), nn.Sequential(nn.ReLU(), nn.Sequential(layer(3)))):
+        with pytest.raises(NotImplementedError, match=rf"^{words}$"):
+            torch.jit.script(model.train(training))
+    convert_sync_batchnorm(model)
+    with pytest.raises(NotImplementedError, match=rf"^{words} \[layer '1\.0'\]$"):
+        torch.jit.script(model)
+
+
+@scripting
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # the checks of the input's shape
+def test_trace_of_evaluation_is_torchs_batch_norm_and_can_be_scripted():
+    model = build()
+    expected = model(batch())
+    traced = torch.jit.trace(model, batch())
+    assert torch.equal(traced(batch()), expected)
+    assert str(traced.inlined_graph).count("aten::batch_norm") == 2
+    assert torch.equal(torch.jit.script(nn.Sequential(traced))(batch()), expected)
