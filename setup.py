@@ -2,6 +2,8 @@
 
 SYNCBN_CUDA           auto (the default): CUDA operators where torch has CUDA and nvcc has its
                       major version; 1: an error where they cannot be built; 0: none.
+CXX                   the C++ compiler; else torch compiles with c++, and setuptools links with
+                      the one that Python was built with.
 TORCH_CUDA_ARCH_LIST  the GPUs to build for, in torch's form.
 CUDA_HOME             where nvcc is; else it is looked for on PATH, in /usr/local/cuda and among the
                       installed packages (nvidia-cuda-nvcc).
@@ -9,6 +11,7 @@ CUDA_HOME             where nvcc is; else it is looked for on PATH, in /usr/loca
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from glob import glob
@@ -64,7 +67,8 @@ def why_no_cuda(nvcc: Path | None) -> str | None:
 def cuda_extension(nvcc: Path) -> Extension:
     known = run_nvcc(nvcc, "--list-gpu-arch")
     architectures = [a for a in GPU_ARCHITECTURES if f"compute_{a.replace('.', '')}\n" in known]
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ";".join(architectures) + "+PTX")
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(architectures) + "+PTX"
     home = nvcc.parent.parent
     extension = CUDAExtension(
         "syncbn._cuda",
@@ -82,7 +86,7 @@ def cuda_extension(nvcc: Path) -> Extension:
 
 def wanted_cuda(nvcc: Path | None) -> tuple[bool, str]:
     """Whether to build the CUDA operators, and what to say of it."""
-    setting = os.environ.get("SYNCBN_CUDA", "auto")
+    setting = os.environ.get("SYNCBN_CUDA") or "auto"
     if setting not in ("auto", "0", "1"):
         raise SystemExit(f"expected SYNCBN_CUDA to be auto, 0 or 1, but got {setting!r}")
     if setting == "0":
@@ -101,9 +105,43 @@ extensions = [cuda_extension(nvcc)] if with_cuda else []
 architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ") if with_cuda else ""
 
 
+def check_torch():
+    """Here, because the binaries compile with an older torch and do not load."""
+    found = [int(n) for n in re.findall(r"\d+", torch.__version__)[:2]]
+    if found < [int(n) for n in OLDEST_TORCH.split(".")]:
+        raise SystemExit(
+            f"syncbn needs torch {OLDEST_TORCH} or later, but found torch {torch.__version__}. "
+            "Upgrade it: pip install --upgrade torch; or leave out --no-build-isolation, and pip "
+            "fetches a torch to build with"
+        )
+
+
+def check_compiler(commands: list[str]):
+    """Here, because torch only warns, and the build then ends in an error without a way out."""
+    # A command may have words of its own, such as ccache g++.
+    missing = [c for c in dict.fromkeys(commands) if not shutil.which(c.partition(" ")[0])]
+    if not missing:
+        return
+    problem = f"PATH has no {' and no '.join(missing)}"
+    if "CXX" in os.environ:
+        problem = f"CXX={os.environ['CXX']} names no program"
+    raise SystemExit(
+        f"syncbn needs a C++ compiler, but {problem}. Install one, such as by apt install g++, or "
+        "set CXX to the one you have"
+    )
+
+
 class BuildHereToo(BuildExtension):
     """Also leaves the binaries in the source tree, which hides the installed package from Python
     wherever the checkout is the current directory."""
+
+    def build_extensions(self):
+        check_torch()
+        commands = [self.compiler.compiler_cxx[0]]
+        if self.use_ninja:
+            commands.append(cpp_extension.get_cxx_compiler())
+        check_compiler(commands)
+        super().build_extensions()
 
     def run(self):
         super().run()

@@ -172,6 +172,12 @@ def test_cuda_can_be_left_out(tmp_path):
     assert "no CUDA operators, as SYNCBN_CUDA=0 asks" in result.stderr
 
 
+def test_empty_setting_is_auto(tmp_path):
+    result = configure(tmp_path, "")
+    assert result.returncode == 0, result.stderr
+    assert "CPU operators and no CUDA operators: " in result.stderr
+
+
 def test_unknown_setting_is_an_error(tmp_path):
     result = configure(tmp_path, "yes")
     assert result.returncode != 0

@@ -1,5 +1,7 @@
-"""The installed package: its binaries, its report for bug reports, its import errors."""
+"""The package: its binaries, its report for bug reports, what importing and building refuse."""
 
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import syncbn
 from syncbn import collect_env
 
 PACKAGE = Path(syncbn.__file__).parent
+ROOT = Path(__file__).parent.parent
 
 
 def test_libraries_are_abi_stable_from_torch_2_11():
@@ -73,3 +76,76 @@ def test_too_old_torch_is_an_error_with_the_way_out(sources):
     error = import_error(sources, "import torch; torch.__version__ = '2.10.1'")
     assert "needs torch 2.11 or later, but found torch 2.10.1" in error
     assert "pip install --upgrade torch" in error
+
+
+def build(tmp_path, *command, prepare="", **environment):
+    """Run setup.py without CUDA, by default to build; nothing is left in the checkout."""
+    if not command:
+        command = ("build_ext", f"--build-temp={tmp_path}/temp", f"--build-lib={tmp_path}/lib")
+    script = (
+        f"import runpy, sys, torch\n{prepare}\n"
+        f"sys.argv = ['setup.py', *{command}]\n"
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    environment = {**os.environ, "SYNCBN_CUDA": "0", **environment}
+    return subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+
+
+@pytest.mark.parametrize("name", ["/nonexistent", "g++-of-nobody --option", ""])
+def test_compiler_that_is_not_there_is_an_error_with_the_way_out(tmp_path, name):
+    result = build(tmp_path, CXX=name)
+    assert result.returncode == 1
+    last_line = result.stderr.splitlines()[-1]
+    assert f"needs a C++ compiler, but CXX={name} names no program" in last_line
+    assert "apt install g++" in last_line and "Errno" not in result.stderr
+
+
+def test_compiler_of_several_words_is_found(tmp_path):
+    result = build(tmp_path, CXX="false g++")
+    assert result.returncode == 1 and "needs a C++ compiler" not in result.stderr
+
+
+@pytest.mark.parametrize("there", ["nothing", "ninja"])
+def test_no_compiler_on_path_is_an_error_with_the_way_out(tmp_path, monkeypatch, there):
+    """Ninja compiles with the compiler that torch names, else setuptools with Python's own."""
+    monkeypatch.delenv("CXX", raising=False)
+    (tmp_path / "bin").mkdir()
+    if there == "ninja":
+        (tmp_path / "bin/ninja").symlink_to(Path(sys.executable).parent / "ninja")
+    result = build(tmp_path, PATH=str(tmp_path / "bin"))
+    assert result.returncode == 1
+    last_line = result.stderr.splitlines()[-1]
+    assert re.search(r"needs a C\+\+ compiler, but PATH has no \S*\+\+", last_line)
+    assert there != "ninja" or "no c++" in last_line
+
+
+@pytest.mark.parametrize("version", ["2.10.0", "2.9.1+cpu"])
+def test_too_old_torch_does_not_build(tmp_path, version):
+    # A compiler that fails, should it come to that.
+    result = build(tmp_path, prepare=f"torch.__version__ = {version!r}", CXX="false")
+    assert result.returncode == 1
+    last_line = result.stderr.splitlines()[-1]
+    assert f"needs torch 2.11 or later, but found torch {version}" in last_line
+    assert "pip install --upgrade torch; or leave out --no-build-isolation" in last_line
+
+
+def test_metadata_needs_no_compiler_and_takes_any_torch(tmp_path):
+    prepare = "torch.__version__ = '2.10.0'"
+    command = ("egg_info", f"--egg-base={tmp_path}")
+    result = build(tmp_path, *command, prepare=prepare, CXX="/nonexistent")
+    assert result.returncode == 0, result.stderr
+
+
+def test_readme_names_the_standard_that_torch_asks_for(tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/arguments\nexit 1\n')
+    compiler.chmod(0o755)
+    # Else torch asks the compiler for its version.
+    result = build(tmp_path, CXX=str(compiler), TORCH_DONT_CHECK_COMPILER_ABI="1")
+    assert result.returncode == 1
+    (standard,) = set(re.findall(r"-std=c\+\+(\d+)", (tmp_path / "arguments").read_text()))
+    readme = (ROOT / "README.md").read_text()
+    (install,) = re.findall(r"^## Install\n(.*?)^## ", readme, re.MULTILINE | re.DOTALL)
+    assert f"C++{standard}" in install
