@@ -78,3 +78,23 @@ def test_error_in_float64_is_at_most_twice_torchs(shape, layout):
     # Where torch is all but exact: the roundings of four operations, half an eps each.
     allowed = max(2 * np.abs(torchs - exact).max(), 2 * np.finfo(ours.dtype).eps * abs(exact).max())
     assert np.abs(ours - exact).max() <= allowed
+
+
+@pytest.mark.parametrize("mean", [0.0, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(1, 5, 31), (4, 7, 33), (256, 64), (3, 1000), (8, 30, 14, 14)])
+def test_variance_in_float64_is_as_good_as_its_message(shape, layout, mean):
+    """Against 80-bit arithmetic, by NumPy: a few roundings of the mean square."""
+    import numpy as np
+
+    x = make_input(shape, layout, torch.float64, mean=mean, std=1.0)
+    layer = SyncBatchNorm(shape[1], momentum=1.0).double()
+    layer(x)
+    wide = np.asarray(x.cpu().numpy(), dtype=np.longdouble)
+    axes = tuple(axis for axis in range(x.dim()) if axis != 1)
+    exact = wide.var(axes, ddof=1)
+    error = np.abs(layer.running_var.cpu().numpy() - exact) / exact
+    mean_square_in_variances = 1 + wide.mean(axes) ** 2 / wide.var(axes)
+    # Half an eps for each: the message, reading it, the product with n / (n - 1), and two for the
+    # sum of squares, whose terms are up to 1.25 times those around the mean.
+    assert (error <= 5 * np.finfo(np.float64).eps / 2 * mean_square_in_variances).all()

@@ -152,3 +152,15 @@ def test_withdrawn_rank_is_an_error_or_nan_and_changes_nothing(each_device):
         with pytest.raises(RuntimeError, match="another rank of the process group withdrew"):
             ops.batch_norm_apply(*arguments)
     assert mean.tolist() == [0, 0] and var.tolist() == [1, 1] and tracked.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("value", [0.1, 1 / 3, 1000.1, 7.7e-5])
+def test_constant_channel_has_a_running_variance_of_zero(value, dtype):
+    """What is subtracted when the message is read is what was added when it was written."""
+    x = torch.full((3, 4, 5, 7), value, dtype=dtype)
+    running_mean, running_var = torch.zeros(4).double(), torch.ones(4).double()
+    totals = ops.batch_norm_stats(x)
+    ops.batch_norm_apply(x, totals, None, None, running_mean, running_var, None, 1.0, 1e-5)
+    assert running_var.tolist() == [0] * 4
+    assert (running_mean - x[0, 0, 0, 0].double()).abs().max() <= abs(value) * 2**-53

@@ -36,3 +36,30 @@ def test_operators_are_right_with_each_instruction_set(level):
     options = ["-q", "-p", "no:cacheprovider"]
     tests = run_with(level.lower(), "-m", "pytest", *options, *OPERATORS)
     assert tests.returncode == 0, tests.stdout
+
+
+RUNNING_STATISTICS = """
+import torch
+from syncbn import ops
+
+torch.manual_seed(0)
+for dtype in (torch.float32, torch.float64):
+    x = torch.randn(5, 130, dtype=dtype)
+    mean, var = torch.zeros(130, dtype=dtype), torch.ones(130, dtype=dtype)
+    for _ in range(30):
+        values = torch.randn(7, 130, dtype=torch.float64) * 3 + 1
+        totals = torch.cat([values.sum(0), values.square().sum(0), torch.tensor([7.0])])
+        _, *statistics = ops.batch_norm_apply(x, totals, None, None, mean, var, None, 0.1, 1e-5)
+    for tensor in (mean, var, *statistics):
+        print(tensor.double().numpy().tobytes().hex())
+"""
+
+
+def test_ranks_with_different_processors_get_the_same_running_statistics():
+    """From the same totals; sums in different instructions go into the totals and do not matter."""
+    highest = LEVELS.index(build_info["instruction_set"])
+    if highest == 0:
+        pytest.skip("this processor has the baseline alone")
+    bits = [run_with(level.lower(), "-c", RUNNING_STATISTICS) for level in LEVELS[: highest + 1]]
+    assert all(run.returncode == 0 and run.stdout for run in bits), bits[0].stderr
+    assert len({run.stdout for run in bits}) == 1

@@ -3,9 +3,8 @@
 // Each item of work owns a segment of positions of some channels. It guesses each channel's mean
 // from a few values spread over the segment, then goes through it once, adding up the deviations
 // from that center and their squares. The squares are corrected for the center in double, which is
-// exact enough unless it was more than two standard deviations from the mean: then the item goes
-// through its segment once more, with the mean that it found. Segments are merged exactly in
-// double.
+// exact enough unless it was far from the mean: then the item goes through its segment once more,
+// with the mean that it found. Segments are merged exactly in double.
 //
 // A center is rounded to a multiple of about the standard deviation. Subtracting it then loses no
 // bits of the values, and a mean near zero is as good as if they had been added up themselves.
@@ -64,13 +63,20 @@ struct SegmentMoments {
   bool center_is_far;  // from the mean
 };
 
+// The square of the distance from the mean, in variances, from which on a center is far. A center
+// at that distance multiplies the error of the squares by 1 + kFar. Sums of floats are carried in
+// more bits than the result has; those of doubles are not.
+template <typename A>
+constexpr double kFar = sizeof(A) == 4 ? 4 : 0.25;
+
 // From the sums of the `count` deviations from `center` and of their squares.
+template <typename A>
 SYNCBN_INLINE SegmentMoments moments_of_sums(double count, double center, double deviations,
                                              double squares) {
   const double offset = deviations / count;
   const double correction = deviations * offset;
   const double m2 = squares - correction;
-  return {center + offset, m2 < 0 ? 0 : m2, correction > 4 * m2};
+  return {center + offset, m2 < 0 ? 0 : m2, correction > kFar<A> * m2};
 }
 
 template <typename A>
@@ -105,11 +111,11 @@ struct PlanarMoments {
     A center = guess(x, *geometry, *item);
     double deviations, squares;
     planar_sums<T, Isa, false>(x, x, *geometry, *item, center, deviations, squares);
-    SegmentMoments moments = moments_of_sums(count, center, deviations, squares);
+    SegmentMoments moments = moments_of_sums<A>(count, center, deviations, squares);
     if (moments.center_is_far) {
       center = better_center<A>(moments, count);
       planar_sums<T, Isa, false>(x, x, *geometry, *item, center, deviations, squares);
-      moments = moments_of_sums(count, center, deviations, squares);
+      moments = moments_of_sums<A>(count, center, deviations, squares);
     }
     *mean = moments.mean;
     *m2 = moments.m2;
@@ -169,7 +175,7 @@ struct RowMoments {
       SYNCBN_INDEPENDENT
       for (int64_t c = 0; c < channels; ++c) {
         const SegmentMoments moments =
-            moments_of_sums(count, centers[c], deviations[c], squares[c]);
+            moments_of_sums<A>(count, centers[c], deviations[c], squares[c]);
         means[c] = moments.mean;
         m2s[c] = moments.m2;
         num_far += moments.center_is_far;
@@ -185,30 +191,27 @@ struct RowMoments {
 };
 
 // Adds moments of `count` values in each channel to those of `before` values.
-struct Merge {
-  template <typename Isa>
-  static SYNCBN_INLINE void run(int64_t channels, double before, double* mean, double* m2,
-                                double count, const double* other_mean, const double* other_m2) {
-    SYNCBN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
-      Moments total{before, mean[c], m2[c]};
-      total.merge({count, other_mean[c], other_m2[c]});
-      mean[c] = total.mean;
-      m2[c] = total.m2;
-    }
+void merge(int64_t channels, double before, double* mean, double* m2, double count,
+           const double* other_mean, const double* other_m2) {
+  SYNCBN_INDEPENDENT
+  for (int64_t c = 0; c < channels; ++c) {
+    Moments total{before, mean[c], m2[c]};
+    total.merge({count, other_mean[c], other_m2[c]});
+    mean[c] = total.mean;
+    m2[c] = total.m2;
   }
-};
+}
 
-struct Message {
-  template <typename Isa>
-  static SYNCBN_INLINE void run(double count, const double* means, const double* m2s,
-                                int64_t channels, double* message) {
-    SYNCBN_INDEPENDENT
-    for (int64_t c = 0; c < channels; ++c) {
-      write_message(message, channels, c, {count, means[c], m2s[c]});
-    }
+void write_message(double count, const double* means, const double* m2s, int64_t channels,
+                   double* message) {
+  SYNCBN_INDEPENDENT
+  for (int64_t c = 0; c < channels; ++c) {
+    const Sums sums = to_sums({count, means[c], m2s[c]});
+    message[c] = sums.values;
+    message[channels + c] = sums.squares;
   }
-};
+  message[2 * channels] = count;
+}
 
 Tensor batch_norm_stats(const Tensor& input) {
   const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
@@ -236,14 +239,14 @@ Tensor batch_norm_stats(const Tensor& input) {
   for (int64_t segment = 1; segment < partition.segments; ++segment) {
     const int64_t before = segment * partition.segment_length;
     const int64_t count = std::min(partition.segment_length, partition.length - before);
-    run<Merge>(channels, static_cast<double>(before * values_per_unit), means.data(), m2s.data(),
-               static_cast<double>(count * values_per_unit), &means[segment * channels],
-               &m2s[segment * channels]);
+    merge(channels, static_cast<double>(before * values_per_unit), means.data(), m2s.data(),
+          static_cast<double>(count * values_per_unit), &means[segment * channels],
+          &m2s[segment * channels]);
   }
   Tensor message = allocate_vector(2 * channels + 1, ScalarType::Double, input);
   auto* values = static_cast<double*>(message.mutable_data_ptr());
-  run<Message>(static_cast<double>(geometry.per_channel()), means.data(), m2s.data(), channels,
-               values);
+  write_message(static_cast<double>(geometry.per_channel()), means.data(), m2s.data(), channels,
+                values);
   return message;
 }
 

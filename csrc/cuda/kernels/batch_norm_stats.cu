@@ -75,10 +75,10 @@ __device__ void merge_moments(Memory& memory, ChannelMoments<A, kChannels>& stat
 // Writes a block's moments of one channel as the two sums of the message.
 template <typename Memory, typename A>
 __device__ void put_sums(Memory& memory, int channel, double pivot, A count, A mean, A m2) {
-  const double full_mean = pivot + static_cast<double>(mean);
-  const double sum = static_cast<double>(count) * full_mean;
-  memory.first[channel] = sum;
-  memory.second[channel] = static_cast<double>(m2) + sum * full_mean;
+  const Sums sums = to_sums(
+      {static_cast<double>(count), pivot + static_cast<double>(mean), static_cast<double>(m2)});
+  memory.first[channel] = sums.values;
+  memory.second[channel] = sums.squares;
 }
 
 template <typename Memory>
