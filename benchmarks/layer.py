@@ -150,7 +150,7 @@ def operator_calls(case: Case, device: torch.device, turns: Iterator[Buffers]) -
     totals = ops.batch_norm_stats(first.x)
     running = (running_mean, running_var, steps, 0.1, 1e-5)
     _, mean, invstd, count = ops.batch_norm_apply(first.x, totals, weight, bias, *running)
-    sums, _, _ = ops.batch_norm_backward_reduce(first.dy, first.x, mean, invstd, weight)
+    sums, _, _ = ops.batch_norm_backward_reduce(first.dy, first.x, mean, invstd, dtype, dtype)
 
     def stats() -> object:
         return ops.batch_norm_stats(next(turns).x)
@@ -160,7 +160,7 @@ def operator_calls(case: Case, device: torch.device, turns: Iterator[Buffers]) -
 
     def reduce() -> object:
         b = next(turns)
-        return ops.batch_norm_backward_reduce(b.dy, b.x, mean, invstd, weight)
+        return ops.batch_norm_backward_reduce(b.dy, b.x, mean, invstd, dtype, dtype)
 
     def backward_apply() -> object:
         b = next(turns)

@@ -42,11 +42,12 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   //   grad_output  shape, dtype and layout of input.
   //   sums         [2C]: sum of dy per channel, sum of dy * xhat per channel, with
   //                xhat = (x - mean) * invstd. Ranks add them up.
-  //   grad_weight, grad_bias [C]: the same sums of this rank alone, in weight's dtype, float64
-  //                where there is no weight.
+  //   grad_weight, grad_bias [C]: the same sums of this rank alone, in weight_dtype and bias_dtype,
+  //                each a floating dtype.
   m.def(
       "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-      "Tensor? weight) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)");
+      "ScalarType weight_dtype, ScalarType bias_dtype) -> (Tensor sums, Tensor grad_weight, "
+      "Tensor grad_bias)");
 
   // The gradient of the input.
   //   sums         [2C]: summed over all ranks.

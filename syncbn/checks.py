@@ -201,7 +201,7 @@ def check_running(
     """Check that both running statistics are given or neither, and the batch counter.
 
     Raises:
-        TypeError: The counter is not one int64.
+        TypeError: The counter is not one number.
         ValueError: Only one of the running statistics, or a counter on another device.
     """
     if (running_mean is None) != (running_var is None):
@@ -211,10 +211,11 @@ def check_running(
         )
     if num_batches_tracked is None:
         return
-    if num_batches_tracked.dtype != torch.int64 or num_batches_tracked.numel() != 1:
+    dtype = num_batches_tracked.dtype
+    if dtype is torch.bool or dtype.is_complex or num_batches_tracked.numel() != 1:
         raise TypeError(
-            "expected num_batches_tracked to be one int64, but got "
-            f"{_dtype_name(num_batches_tracked.dtype)} of shape {list(num_batches_tracked.shape)}"
+            "expected num_batches_tracked to be one number, but got "
+            f"{_dtype_name(dtype)} of shape {list(num_batches_tracked.shape)}"
         )
     if running_mean is not None and num_batches_tracked.device != running_mean.device:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The only file that talks to torch.distributed: groups, the all-reduce, and what ranks tell.
+"""The only file that talks to torch.distributed: groups, the all-reduce, and its bare messages.
 
 A forward or backward pass makes one call of :func:`all_reduce_sum`.
 """
@@ -20,7 +20,7 @@ __all__ = [
     "check_join",
     "check_process_group",
     "find_size_mismatch",
-    "functional_all_reduce_sum",
+    "group_named",
     "likely_device",
     "resolve_group",
     "withdraw",
@@ -29,7 +29,7 @@ __all__ = [
 # A torch that was built without distributed knows no groups.
 _AVAILABLE = dist.is_available()
 if TYPE_CHECKING or _AVAILABLE:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, distributed_c10d
 else:
     ProcessGroup = Any
 
@@ -58,9 +58,13 @@ def check_process_group(process_group: object) -> None:
     if process_group is None or (isinstance(process_group, int) and process_group == _NON_MEMBER):
         return
     if not _AVAILABLE or not isinstance(process_group, ProcessGroup):
+        kind = type(process_group).__name__
+        instead = "make one with torch.distributed.new_group(ranks)"
+        if kind == "DeviceMesh":
+            instead = "pass that of one of its dimensions, mesh.get_group(dimension)"
         raise TypeError(
             "expected process_group to be a torch.distributed.ProcessGroup or None, but got "
-            f"{type(process_group).__name__}; make one with torch.distributed.new_group(ranks)"
+            f"{kind}; {instead}"
         )
 
 
@@ -83,6 +87,12 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
             "is in, or do not run this layer on it in training mode"
         )
     return group if group is not None and group.size() > 1 else None
+
+
+def group_named(name: str) -> ProcessGroup:
+    """Return the group of this name, which a graph holds in place of the group."""
+    group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore
+    return group
 
 
 def likely_device(group: ProcessGroup) -> torch.device:
@@ -115,16 +125,11 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten."""
     # A dispatch mode, such as selective checkpointing's, may keep an operator's result for later.
     if torch._C._len_torch_dispatch_stack() > 0:
-        return functional_all_reduce_sum(tensor, group)
+        reduced = torch.ops._c10d_functional.all_reduce.default(tensor, "sum", group.group_name)
+        summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(reduced)
+        return summed
     dist.all_reduce(tensor, group=group)
     return tensor
-
-
-def functional_all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """As :func:`all_reduce_sum`, by operators that change nothing and that torch.compile knows."""
-    reduced = torch.ops._c10d_functional.all_reduce.default(tensor, "sum", group.group_name)
-    summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(reduced)
-    return summed
 
 
 def find_size_mismatch(group: ProcessGroup, size: int, device: torch.device) -> int | None:

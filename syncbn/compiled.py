@@ -12,16 +12,88 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import collectives, ops
+from syncbn import checks, collectives, exchange, layout, ops, passes, tracing
 from syncbn.collectives import ProcessGroup
 
-__all__ = ["CompiledSyncBatchNormFunction", "is_recomputation"]
+__all__ = ["train", "update_running"]
+
+
+def train(
+    input: Tensor,
+    num_features: int | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    group: ProcessGroup | None,
+    layer: exchange.Named | None,
+) -> Tensor:
+    """As :func:`syncbn.functional.train`, to be traced by torch.compile."""
+    checks.check_no_transform()
+    group_name = None if group is None else group.group_name
+    vectors = (weight, bias, running_mean, running_var)
+    numbers = (num_batches_tracked, momentum, eps)
+    if not _is_valid(input, num_features, *vectors, *numbers, alone=group is None):
+        # When the graph runs, in the words and with the withdrawal of an eager layer.
+        name = "" if layer is None else layer._name
+        failed: Tensor = torch.ops.syncbn.compiled_check.default(
+            input, num_features, *vectors, *numbers, group_name, name
+        )
+        return failed
+    output: Tensor = CompiledSyncBatchNormFunction.apply(
+        layout.as_dense(input),
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        None if momentum is None else float(momentum),
+        float(eps),
+        group_name,
+    )
+    return output
+
+
+def _is_valid(
+    input: Tensor,
+    num_features: int | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    *,
+    alone: bool,
+) -> bool:
+    try:
+        checks.check_training(
+            input,
+            num_features,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            # Numbers that the compiler keeps variable have no value yet: compiled_update sees it.
+            0.0 if type(momentum) is float else momentum,
+            0.0 if type(eps) is float else eps,
+            alone=alone,
+        )
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    return True
 
 
 class CompiledSyncBatchNormFunction(torch.autograd.Function):
     """As :class:`syncbn.functional.SyncBatchNormFunction`, to be traced by torch.compile.
 
-    Makes the same collectives. Errors do not name the layer, which would compile each layer anew.
+    Makes the same collectives. Errors do not name the layer: a graph that knew its layer's name
+    would not serve another layer.
     """
 
     @staticmethod
@@ -35,54 +107,72 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         num_batches_tracked: Tensor | None,
         momentum: float | None,
         eps: float,
-        group: ProcessGroup | None,
+        group_name: str | None,
     ) -> Tensor:
         """Return the normalized input; arguments as :func:`syncbn.functional.train`."""
-        totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group is not None)
-        if group is not None:
-            totals = collectives.functional_all_reduce_sum(totals, group)
-        mean, invstd, count = torch.ops.syncbn.compiled_update.default(
+        totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group_name)
+        mean, invstd, count = update_running(
             totals, running_mean, running_var, num_batches_tracked, momentum, eps, input.dtype
         )
         dtype = _compute_dtype(input)
-        rounded_mean = ops.cast(mean, dtype)
+        rounded_mean = layout.cast(mean, dtype)
         scale = invstd if weight is None else invstd * weight
         shift = (rounded_mean - mean) * scale
         if bias is not None:
             shift = shift + bias
         center, scale, shift = _per_channel(dtype, input, mean, scale, shift)
-        output = (ops.cast(input, dtype) - center) * scale + shift
+        output = (layout.cast(input, dtype) - center) * scale + shift
         ctx.save_for_backward(input, weight, mean, invstd, count)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.group = group
-        return ops.cast(output, input.dtype)
+        ctx.group_name = group_name
+        return layout.cast(output, input.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
         input, weight, mean, invstd, count = ctx.saved_tensors
         sums, grad_weight, grad_bias = torch.ops.syncbn.compiled_backward_reduce.default(
-            grad_output, input, mean, invstd, weight
+            grad_output,
+            input,
+            mean,
+            invstd,
+            torch.float64 if weight is None else weight.dtype,
+            ctx.bias_dtype or torch.float64,
+            ctx.group_name,
         )
-        if ctx.group is not None:
-            sums = collectives.functional_all_reduce_sum(sums, ctx.group)
         grad_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
             dtype = _compute_dtype(input)
             mean_dy, mean_dy_xhat = (sums / count.clamp(min=1)).chunk(2)
             scale = invstd if weight is None else invstd * weight
             slope = -scale * invstd * mean_dy_xhat
-            shift = -scale * mean_dy - (mean - ops.cast(mean, dtype)) * slope
+            shift = -scale * mean_dy - (mean - layout.cast(mean, dtype)) * slope
             center, slope, shift, scale = _per_channel(dtype, input, mean, slope, shift, scale)
-            deviation = ops.cast(input, dtype) - center
-            grad_input = ops.cast(grad_output, dtype) * scale + (deviation * slope + shift)
-            grad_input = ops.cast(grad_input, input.dtype)
+            deviation = layout.cast(input, dtype) - center
+            grad_input = layout.cast(grad_output, dtype) * scale + (deviation * slope + shift)
+            grad_input = layout.cast(grad_input, input.dtype)
         return (
             grad_input,
             None if weight is None else grad_weight,
-            None if ctx.bias_dtype is None else ops.cast(grad_bias, ctx.bias_dtype),
+            None if ctx.bias_dtype is None else grad_bias,
             *(None,) * 6,
         )
+
+
+def update_running(
+    totals: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    input_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Update the running statistics, but not in a recomputation; return mean, invstd and count."""
+    results: tuple[Tensor, Tensor, Tensor] = torch.ops.syncbn.compiled_update.default(
+        totals, running_mean, running_var, num_batches_tracked, momentum, eps, input_dtype
+    )
+    return results
 
 
 def _compute_dtype(input: Tensor) -> torch.dtype:
@@ -91,38 +181,80 @@ def _compute_dtype(input: Tensor) -> torch.dtype:
 
 def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
     """Return values [C] in ``dtype`` to be combined with ``input``, computed once per channel."""
-    constants = ops.cast(torch.stack(values), dtype)
+    constants = layout.cast(torch.stack(values), dtype)
     torch.ops.syncbn.compiled_materialize.default(constants)
     shape = (1, -1) + (1,) * (input.dim() - 2)
     return tuple(constant.view(shape) for constant in constants.unbind())
 
 
-def is_recomputation() -> bool:
-    """Whether this forward runs inside a backward pass: activation checkpointing's second run.
-
-    Its statistics have been counted by the first.
-    """
-    return torch._C._current_graph_task_id() != -1
-
-
 _library = torch.library.Library("syncbn", "FRAGMENT")
 
+# The checks of an eager layer, for what is known to fail them: raises.
 _library.define(
-    "compiled_stats(Tensor input, bool synchronized) -> Tensor",
+    "compiled_check(Tensor input, SymInt? num_features, Tensor? weight, Tensor? bias, "
+    "Tensor? running_mean, Tensor? running_var, Tensor? num_batches_tracked, float? momentum, "
+    "float eps, str? group_name, str layer_name) -> Tensor"
+)
+
+
+@torch.library.impl(_library, "compiled_check", "CompositeExplicitAutograd")
+def _(
+    input: Tensor,
+    num_features: int | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    group_name: str | None,
+    layer_name: str,
+) -> Tensor:
+    vectors = (weight, bias, running_mean, running_var)
+    numbers = (num_batches_tracked, momentum, eps)
+    group, layer = _group(group_name), exchange.Name(layer_name)
+    exchange.check_training(input, num_features, *vectors, *numbers, group, layer)
+    raise AssertionError("the graph was compiled for arguments that fail a check")
+
+
+@torch.library.register_fake("syncbn::compiled_check")
+def _(input: Tensor, *args: Any) -> Tensor:
+    return torch.empty_like(input)
+
+
+def _no_gradients(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
+    return (None,) * 11  # never runs, but the compiler traces it
+
+
+torch.library.register_autograd("syncbn::compiled_check", _no_gradients)
+
+
+# What ranks exchange goes with the sums, so that its failure has words.
+_library.define(
+    "compiled_stats(Tensor input, str? group_name) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
 @torch.library.impl(_library, "compiled_stats", "CompositeExplicitAutograd")
-def _(input: Tensor, synchronized: bool) -> Tensor:
-    if synchronized:
+def _(input: Tensor, group_name: str | None) -> Tensor:
+    group = _group(group_name)
+    if group is not None:
         collectives.check_join()
-    return ops.batch_norm_stats(ops.as_dense(input))
+        exchange.check_same_channels(group, input, layer=None)
+    with exchange.guard(group, None, input):
+        dense = layout.as_dense(input)
+    return passes.sum_statistics(dense, group, layer=None)
 
 
 @torch.library.register_fake("syncbn::compiled_stats")
-def _(input: Tensor, synchronized: bool) -> Tensor:
+def _(input: Tensor, group_name: str | None) -> Tensor:
     return ops.batch_norm_stats(input)
+
+
+def _group(name: str | None) -> ProcessGroup | None:
+    return None if name is None else collectives.group_named(name)
 
 
 # batch_norm_apply without the normalization; nothing where the graph runs as a recomputation.
@@ -143,7 +275,10 @@ def _(
     eps: float,
     input_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if is_recomputation():
+    checks.check_eps(eps)
+    if momentum is not None:
+        checks.check_momentum(momentum)
+    if tracing.is_recomputation():
         running_mean = running_var = num_batches_tracked = None
         momentum = 0.0
     no_input = totals.new_empty((0, totals.numel() // 2), dtype=input_dtype)
@@ -169,26 +304,43 @@ def _(
 
 _library.define(
     "compiled_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-    "Tensor? weight) -> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
+    "ScalarType weight_dtype, ScalarType bias_dtype, str? group_name) "
+    "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
 @torch.library.impl(_library, "compiled_backward_reduce", "CompositeExplicitAutograd")
 def _(
-    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    input = ops.as_dense(input)
-    return ops.batch_norm_backward_reduce(
-        ops.as_dense(grad_output, like=input), input, mean, invstd, weight
+    input = layout.as_dense(input)
+    grad_output = layout.as_dense(grad_output, like=input)
+    dtypes = (weight_dtype, bias_dtype)
+    return passes.sum_gradients(
+        grad_output, input, mean, invstd, *dtypes, _group(group_name), layer=None
     )
 
 
 @torch.library.register_fake("syncbn::compiled_backward_reduce")
 def _(
-    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, weight)
+    return ops.batch_norm_backward_reduce(
+        grad_output, input, mean, invstd, weight_dtype, bias_dtype
+    )
 
 
 # Does nothing. Inductor, told that it changes the values, computes them before it and not again for

@@ -1,4 +1,4 @@
-"""sync_batch_norm(): the autograd Function that joins the operators and the collectives."""
+"""sync_batch_norm(), and the autograd Function of the two passes."""
 
 from typing import Any
 
@@ -7,7 +7,17 @@ import torch.fx
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn import checks, collectives, compiled, ops, reference
+from syncbn import (
+    checks,
+    collectives,
+    compiled,
+    exchange,
+    exported,
+    layout,
+    local,
+    passes,
+    tracing,
+)
 from syncbn.collectives import ProcessGroup
 
 __all__ = ["sync_batch_norm"]
@@ -84,7 +94,7 @@ def evaluate(
     momentum: float,
     eps: float,
     *,
-    layer: str = "",
+    layer: exchange.Named | None = None,
     num_features: int | None = None,
 ) -> Tensor:
     """Normalize without communication, by running statistics or, without them, by the batch's.
@@ -98,20 +108,8 @@ def evaluate(
     try:
         checks.check_evaluation(input, num_features, weight, bias, running_mean, running_var, eps)
     except (TypeError, ValueError) as error:
-        raise _with_place(error, layer, None) from None
-    vectors = (running_mean, running_var, weight, bias)
-    dtypes = {vector.dtype for vector in vectors if vector is not None}
-    # F.batch_norm takes no mixed vectors, and float32 ones at most with a 16-bit input.
-    sixteen_bit = input.dtype in (torch.float16, torch.bfloat16)
-    if not (dtypes <= {input.dtype} or (sixteen_bit and dtypes == {torch.float32})):
-        dtype = torch.float32 if sixteen_bit else input.dtype
-        running_mean, running_var, weight, bias = (
-            None if vector is None else vector.to(dtype) for vector in vectors
-        )
-    batch_statistics = running_mean is None
-    return F.batch_norm(
-        input, running_mean, running_var, weight, bias, batch_statistics, momentum, eps
-    )
+        raise exchange.with_place(error, layer, None) from None
+    return local.evaluate(input, running_mean, running_var, weight, bias, momentum, eps)
 
 
 def train(
@@ -125,67 +123,41 @@ def train(
     eps: float,
     process_group: ProcessGroup | None,
     *,
-    layer: str = "",
+    layer: exchange.Named | None = None,
     num_features: int | None = None,
 ) -> Tensor:
     """Normalize by the group's batch statistics and update the running ones.
 
     Arguments as :func:`sync_batch_norm`; a ``momentum`` of None is the cumulative average and
-    needs ``num_batches_tracked``, which grows by one. ``layer`` names the layer in errors.
+    needs ``num_batches_tracked``, which grows by one. ``layer`` has the name for errors.
     """
-    group = None
     try:
         group = collectives.resolve_group(process_group)
-        checks.check_no_transform()
-        checks.check_training(
-            input,
-            num_features,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            num_batches_tracked,
-            momentum,
-            eps,
-            alone=group is None,
-        )
-    except (TypeError, ValueError, NotImplementedError) as error:
-        if group is not None:
-            _withdraw(group, input, (weight, bias, running_mean, running_var), num_features)
-        raise _with_place(error, layer, group) from None
-    momentum = None if momentum is None else float(momentum)
-    output: Tensor
+    except (TypeError, ValueError) as error:
+        raise exchange.with_place(error, layer, None) from None
+    vectors = (weight, bias, running_mean, running_var)
+    numbers = (num_batches_tracked, momentum, eps)
+    if tracing.is_recorded():
+        return exported.train(input, num_features, *vectors, *numbers, group, layer)
     if torch.compiler.is_compiling():
-        output = compiled.CompiledSyncBatchNormFunction.apply(
-            input,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            num_batches_tracked,
-            momentum,
-            float(eps),
-            group,
-        )
-        return output
-    if compiled.is_recomputation():
-        running_mean = running_var = num_batches_tracked = None
-        momentum = 0.0
+        return compiled.train(input, num_features, *vectors, *numbers, group, layer)
+    exchange.check_training(input, num_features, *vectors, *numbers, group, layer)
     if group is not None:
-        try:
-            collectives.check_join()
-        except NotImplementedError as error:
-            raise _with_place(error, layer, group) from None
-        _check_same_size(group, input, layer)
-    try:
+        exchange.check_same_channels(group, input, layer)
+    with exchange.guard(group, layer, input):
         # Out here, where autograd sees it: higher derivatives go through what is saved.
-        dense = ops.as_dense(input)
-    except RuntimeError:  # out of memory: the other ranks must not wait for this one
-        if group is not None:
-            collectives.withdraw(group, 2 * input.size(1) + 1, input.device)
-        raise
-    running = (running_mean, running_var, num_batches_tracked, momentum)
-    output = SyncBatchNormFunction.apply(dense, weight, bias, running, float(eps), group, layer)
+        dense = layout.as_dense(input)
+    running: passes.Running = (
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        None if momentum is None else float(momentum),
+    )
+    if tracing.is_recomputation():
+        running = (None, None, None, 0.0)
+    output: Tensor = SyncBatchNormFunction.apply(
+        dense, weight, bias, running, float(eps), group, layer
+    )
     return output
 
 
@@ -205,30 +177,19 @@ class SyncBatchNormFunction(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running: tuple[Tensor | None, Tensor | None, Tensor | None, float | None],
+        running: passes.Running,
         eps: float,
         group: ProcessGroup | None,
-        layer: str,
+        layer: exchange.Named | None,
     ) -> Tensor:
         """Return the normalized input, which is dense; arguments as :func:`train`.
 
         ``running`` is what the operator wants of the running statistics, in one argument because
         autograd inspects every tensor that is passed directly.
         """
-        try:
-            totals = ops.batch_norm_stats(input)
-        except RuntimeError:  # as above
-            if group is not None:
-                collectives.withdraw(group, 2 * input.size(1) + 1, input.device)
-            raise
-        if group is not None:
-            totals = _all_reduce(totals, group, layer, "forward")
-        try:
-            output, mean, invstd, count = ops.batch_norm_apply(
-                input, totals, weight, bias, *running, eps
-            )
-        except RuntimeError as error:
-            raise _with_place(error, layer, group) from None
+        _, output, mean, invstd, count = passes.forward(
+            input, weight, bias, running, eps, group, layer
+        )
         # Never the running statistics or the bias: they may change before backward (a network
         # that runs twice, an optimizer step), and nothing here needs their old values.
         ctx.save_for_backward(input, weight, mean, invstd, count)
@@ -246,97 +207,19 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of input, weight and bias.
-
-        Joins its collective whether or not the input needs a gradient: that may differ between
-        ranks, and a rank that stayed away would hang the others.
-        """
+        """Return the gradients of input, weight and bias."""
         input, weight, mean, invstd, count = ctx.saved_tensors
-        grad_input: Tensor | None = None
-        # Inside a backward pass, gradients are recorded exactly under create_graph=True.
-        if torch.is_grad_enabled():
-            grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
-                grad_output, input, weight, ctx.eps, ctx.group
-            )
-        else:
-            grad_output = ops.as_dense(grad_output, like=input)
-            sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
-                grad_output, input, mean, invstd, weight
-            )
-            if ctx.group is not None:
-                sums = _all_reduce(sums, ctx.group, ctx.layer, "backward")
-            if ctx.needs_input_grad[0]:
-                grad_input = ops.batch_norm_backward_apply(
-                    grad_output, input, mean, invstd, weight, sums, count
-                )
-        return (
-            grad_input,
-            None if weight is None else ops.cast(grad_weight, weight.dtype),
-            None if ctx.bias_dtype is None else ops.cast(grad_bias, ctx.bias_dtype),
-            *_NO_GRADIENTS,
+        gradients = passes.backward(
+            grad_output,
+            input,
+            weight,
+            ctx.bias_dtype,
+            mean,
+            invstd,
+            count,
+            ctx.eps,
+            ctx.group,
+            ctx.layer,
+            needs_grad_input=ctx.needs_input_grad[0],
         )
-
-
-def _place(layer: str, group: ProcessGroup | None) -> str:
-    """Return which layer and rank this is, in brackets to follow a message; empty if unknown."""
-    rank = "" if group is None else f"rank {group.rank()} of {group.size()}"
-    known = ", ".join(part for part in (f"layer {layer!r}" if layer else "", rank) if part)
-    return f" [{known}]" if known else ""
-
-
-def _with_place(error: Exception, layer: str, group: ProcessGroup | None) -> Exception:
-    return type(error)(f"{error}{_place(layer, group)}")
-
-
-def _all_reduce(message: Tensor, group: ProcessGroup, layer: str, direction: str) -> Tensor:
-    try:
-        return collectives.all_reduce_sum(message, group)
-    except RuntimeError as error:
-        if "Batching rule not implemented" in str(error):
-            words = "gradients of several ranks cannot be batched; leave out is_grads_batched=True"
-            raise _with_place(NotImplementedError(words), layer, group) from error
-        raise _communication_error(error, group, layer, direction) from error
-
-
-def _communication_error(
-    error: RuntimeError, group: ProcessGroup, layer: str, direction: str
-) -> RuntimeError:
-    return RuntimeError(
-        f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has failed, "
-        "left, did not come in time or runs another layer; look at the first error of the other "
-        "ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what they do"
-        f"{_place(layer, group)}: {error}"
-    )
-
-
-def _check_same_size(group: ProcessGroup, input: Tensor, layer: str) -> None:
-    """Raise ValueError if another rank's message to this group has another size."""
-    try:
-        other = collectives.find_size_mismatch(group, 2 * input.size(1) + 1, input.device)
-    except RuntimeError as error:
-        raise _communication_error(error, group, layer, "forward") from error
-    if other is not None:
-        collectives.withdraw(group, other, input.device)
-        raise ValueError(
-            f"expected the same channels on all ranks, but this rank normalizes "
-            f"{input.size(1)} while another normalizes {(other - 1) // 2}; the ranks run "
-            f"different layers{_place(layer, group)}"
-        )
-
-
-def _withdraw(
-    group: ProcessGroup,
-    input: object,
-    vectors: tuple[Tensor | None, ...],
-    num_features: int | None,
-) -> None:
-    """Let the other ranks of a forward pass fail, as far as it is known what they wait for."""
-    tensors = [tensor for tensor in (*vectors, input) if isinstance(tensor, Tensor)]
-    if num_features is None:
-        if tensors and tensors[0] is not input and tensors[0].dim() == 1:
-            num_features = tensors[0].size(0)
-        elif isinstance(input, Tensor) and input.dim() > 1 and not input.is_nested:
-            num_features = input.size(1)
-    if num_features is not None:
-        device = tensors[0].device if tensors else collectives.likely_device(group)
-        collectives.withdraw(group, 2 * num_features + 1, device)
+        return *gradients, *_NO_GRADIENTS

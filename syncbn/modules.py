@@ -122,8 +122,6 @@ class SyncBatchNorm(_BatchNorm):
             recorded = record_call(self, SyncBatchNorm.forward, input)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
-        # A compiled graph that knew its layer's name would not serve another layer.
-        name = "" if torch.compiler.is_compiling() else self._name
         if not self.training:
             return functional.evaluate(
                 input,
@@ -133,7 +131,7 @@ class SyncBatchNorm(_BatchNorm):
                 self.bias,
                 0.0 if self.momentum is None else self.momentum,
                 self.eps,
-                layer=name,
+                layer=self,
                 num_features=self.num_features,
             )
         track = self.track_running_stats
@@ -149,7 +147,7 @@ class SyncBatchNorm(_BatchNorm):
             0.0 if self.momentum is None and num_batches_tracked is None else self.momentum,
             self.eps,
             self.process_group,
-            layer=name,
+            layer=self,
             num_features=self.num_features,
         )
 

@@ -9,12 +9,10 @@ from torch import Tensor
 from syncbn import _extension as _extension  # registers the operators
 
 __all__ = [
-    "as_dense",
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_reduce",
     "batch_norm_stats",
-    "cast",
 ]
 
 # Looked up once: each attribute costs as much as a check.
@@ -24,44 +22,22 @@ _batch_norm_backward_reduce = torch.ops.syncbn.batch_norm_backward_reduce.defaul
 _batch_norm_backward_apply = torch.ops.syncbn.batch_norm_backward_apply.default
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+def _in_torchs_type(error: RuntimeError) -> RuntimeError:
+    """Return an error of an operator in the class that programs look for: out of memory on CUDA.
 
-
-def as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return ``tensor`` in a layout that the operators take: its own, or that of ``like``.
-
-    One with gaps, such as a slice, gets the memory format that torch's operators would give it.
+    Operators against the stable ABI raise RuntimeError and nothing else.
     """
-    like = tensor if like is None else like
-    if like.is_contiguous():
-        return tensor.contiguous()
-    if _is_channels_last(like):
-        if _is_channels_last(tensor):
-            return tensor
-        return tensor.movedim(1, -1).contiguous().movedim(-1, 1)
-    channels_fastest = like.dim() in _CHANNELS_LAST and like.stride(1) == 1
-    memory_format = _CHANNELS_LAST[like.dim()] if channels_fastest else torch.contiguous_format
-    return tensor.contiguous(memory_format=memory_format)
-
-
-def _is_channels_last(tensor: Tensor) -> bool:
-    memory_format = _CHANNELS_LAST.get(tensor.dim())
-    if memory_format is None:
-        return tensor.movedim(1, -1).is_contiguous()
-    return tensor.is_contiguous(memory_format=memory_format)
-
-
-def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``tensor.to(dtype)``, but do not trace one that would return ``tensor`` itself.
-
-    torch 2.11 loses the gradient of an output that such a call has returned: backward gets zeros.
-    """
-    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+    if str(error).startswith("CUDA out of memory."):
+        return torch.OutOfMemoryError(str(error))
+    return error
 
 
 def batch_norm_stats(input: Tensor) -> Tensor:
     """Compute this rank's message: sum of x, sum of x² and number of values, float64 [2C+1]."""
-    message: Tensor = _batch_norm_stats(input)
+    try:
+        message: Tensor = _batch_norm_stats(input)
+    except RuntimeError as error:
+        raise _in_torchs_type(error) from None
     return message
 
 
@@ -76,28 +52,40 @@ def batch_norm_apply(
     momentum: float | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalize, and update the running statistics: output, mean [C], invstd [C], count [1]."""
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_apply(
-        input,
-        totals,
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        momentum,
-        eps,
-    )
+    """Normalize, and update the running statistics: output, mean [C], invstd [C], count [1].
+
+    ``num_batches_tracked`` may have any dtype here.
+    """
+    tracked = num_batches_tracked
+    counter = tracked
+    if tracked is not None and tracked.dtype is not torch.int64:
+        counter = tracked.to(torch.int64)
+    try:
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_apply(
+            input, totals, weight, bias, running_mean, running_var, counter, momentum, eps
+        )
+    except RuntimeError as error:
+        raise _in_torchs_type(error) from None
+    if tracked is not None and counter is not None and counter is not tracked:
+        tracked.copy_(counter)
     return results
 
 
 def batch_norm_backward_reduce(
-    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype = torch.float64,
+    bias_dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's sums of dy and dy·xhat, float64 [2C], and grad_weight, grad_bias [C]."""
-    results: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward_reduce(
-        grad_output, input, mean, invstd, weight
-    )
+    try:
+        results: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward_reduce(
+            grad_output, input, mean, invstd, weight_dtype, bias_dtype
+        )
+    except RuntimeError as error:
+        raise _in_torchs_type(error) from None
     return results
 
 
@@ -111,9 +99,12 @@ def batch_norm_backward_apply(
     count: Tensor,
 ) -> Tensor:
     """Compute the gradient of the input from the sums of the whole group."""
-    grad_input: Tensor = _batch_norm_backward_apply(
-        grad_output, input, mean, invstd, weight, sums, count
-    )
+    try:
+        grad_input: Tensor = _batch_norm_backward_apply(
+            grad_output, input, mean, invstd, weight, sums, count
+        )
+    except RuntimeError as error:
+        raise _in_torchs_type(error) from None
     return grad_input
 
 
@@ -145,14 +136,18 @@ def _(
 
 @torch.library.register_fake("syncbn::batch_norm_backward_reduce")
 def _(
-    grad_output: Tensor, input: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels = input.size(1)
-    grad_dtype = torch.float64 if weight is None else weight.dtype
     return (
         mean.new_empty(2 * channels),
-        mean.new_empty(channels, dtype=grad_dtype),
-        mean.new_empty(channels, dtype=grad_dtype),
+        mean.new_empty(channels, dtype=weight_dtype),
+        mean.new_empty(channels, dtype=bias_dtype),
     )
 
 

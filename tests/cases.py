@@ -75,15 +75,16 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
     mean, var = reference_moments(x.detach())
     vector = torch.ones(channels, dtype=parameter_dtype, device=x.device)
     running = (vector.clone(), vector.clone(), torch.tensor(0, device=x.device))
+    dtypes = (parameter_dtype, torch.float64)
     sums = torch.ones(2 * channels, dtype=torch.float64, device=x.device)
     return {
         "batch_norm_stats": (x,),
         "batch_norm_apply": (x, totals, vector, vector.clone(), *running, None, 1e-5),
-        "batch_norm_backward_reduce": (x.clone(), x, mean, var, vector),
+        "batch_norm_backward_reduce": (x.clone(), x, mean, var, *dtypes),
         "batch_norm_backward_apply": (x.clone(), x, mean, var, vector, sums, totals[-1:].clone()),
-        "compiled_stats": (x, True),
+        "compiled_stats": (x, None),
         "compiled_update": (totals, *running, None, 1e-5, x.dtype),
-        "compiled_backward_reduce": (x.clone(), x, mean, var, vector),
+        "compiled_backward_reduce": (x.clone(), x, mean, var, *dtypes, None),
         "compiled_materialize": (vector,),
     }[name]
 

@@ -180,12 +180,12 @@ class Device:
         input: Tensor,
         mean: Tensor,
         invstd: Tensor,
-        weight: Tensor | None,
+        weight_dtype: torch.dtype = torch.float64,
+        bias_dtype: torch.dtype = torch.float64,
     ) -> tuple[Tensor, Tensor, Tensor]:
         channels = input.size(1)
         sums = statistics(2 * channels)
-        dtype = torch.float64 if weight is None else weight.dtype
-        grad_weight, grad_bias = (with_margins(mean.to(dtype)) for _ in range(2))
+        grad_weight, grad_bias = (with_margins(mean.to(d)) for d in (weight_dtype, bias_dtype))
         gradients = map(channel_vector, (grad_weight, grad_bias))
         name = "batch_norm_backward_reduce"
         self._run(name, input, grad_output, input, mean, invstd, sums, *gradients)

@@ -22,7 +22,7 @@ def test_sums_match_float64(shape, layout, dtype):
     dy = make_input(shape, layout, dtype, mean=0.1, seed=1)
     mean, var = reference_moments(x)
     invstd = (var + 1e-5).rsqrt()
-    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(dy, x, mean, invstd, None)
+    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(dy, x, mean, invstd)
 
     xhat = (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
     products = dy.double() * xhat
@@ -35,15 +35,15 @@ def test_sums_match_float64(shape, layout, dtype):
 
 
 @pytest.mark.parametrize("weight_dtype", DTYPES)
-def test_gradients_come_in_the_dtype_of_weight(weight_dtype):
-    x = make_input((4, 3, 5), "contiguous", torch.float64)
+@pytest.mark.parametrize("bias_dtype", DTYPES)
+def test_gradients_come_in_the_dtypes_of_weight_and_bias(weight_dtype, bias_dtype):
+    x = make_input((4, 3, 5), "contiguous", torch.bfloat16)
     mean, var = reference_moments(x)
-    weight = torch.ones(3, dtype=weight_dtype)
-    if weight_dtype in (torch.bfloat16, torch.float16):
-        x = x.to(weight_dtype)
-    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(x, x, mean, var, weight)
-    assert grad_weight.dtype == grad_bias.dtype == weight_dtype
-    assert torch.equal(torch.cat([grad_bias, grad_weight]), sums.to(weight_dtype))
+    dtypes = (weight_dtype, bias_dtype)
+    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(x, x, mean, var, *dtypes)
+    assert (grad_weight.dtype, grad_bias.dtype) == dtypes
+    assert torch.equal(grad_bias, sums[:3].to(bias_dtype))
+    assert torch.equal(grad_weight, sums[3:].to(weight_dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -51,7 +51,7 @@ def test_gradients_come_in_the_dtype_of_weight(weight_dtype):
 def test_empty_input_sends_zeros(shape, dtype):
     x = torch.empty(shape, dtype=dtype)
     mean, invstd = torch.zeros(3).double(), torch.ones(3).double()
-    for result in ops.batch_norm_backward_reduce(x, x, mean, invstd, None):
+    for result in ops.batch_norm_backward_reduce(x, x, mean, invstd):
         assert not result.any()
 
 
@@ -61,5 +61,5 @@ def test_bad_value_stays_in_its_channel(layout):
     dy = make_input((3, 5, 7, 7), layout, torch.float32, seed=1)
     dy[1, 2, 3, 4] = torch.nan
     mean, var = reference_moments(x)
-    sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, var, None)
+    sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, var)
     assert torch.isnan(sums).nonzero().flatten().tolist() == [2, 5 + 2]

@@ -87,8 +87,8 @@ def test_78656_empty_rank_in_a_graph_makes_no_nan():
             nothing, totals, None, None, *layers[1].buffers(), 0.5, 1e-5
         )
         mean, invstd, count = saved
-        sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, invstd, None)
-        sums += ops.batch_norm_backward_reduce(nothing, nothing, mean, invstd, None)[0]
+        sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, invstd)
+        sums += ops.batch_norm_backward_reduce(nothing, nothing, mean, invstd)[0]
         grad = ops.batch_norm_backward_apply(dy, x, mean, invstd, None, sums, count)
         no_grad = ops.batch_norm_backward_apply(nothing, nothing, mean, invstd, None, sums, count)
         return output, no_output, grad, no_grad, *saved, *same

@@ -50,7 +50,9 @@ def training_step(x, dy, weight, bias, running_mean, running_var):
     running = (running_mean, running_var, torch.tensor(0, device=x.device), 0.3, 1e-5)
     message = ops.batch_norm_stats(x)
     output, mean, invstd, count = ops.batch_norm_apply(x, message, weight, bias, *running)
-    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(dy, x, mean, invstd, weight)
+    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
+        dy, x, mean, invstd, weight.dtype, bias.dtype
+    )
     grad_input = ops.batch_norm_backward_apply(dy, x, mean, invstd, weight, sums, count)
     return {
         "message": message,
@@ -237,10 +239,9 @@ def check_in_pieces(shape, layout):
         assert_one_rounding_apart(part, right)
     del output, part, right
 
-    sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, invstd, None)
+    sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, invstd)
     expected = sum(
-        ops.batch_norm_backward_reduce(dpiece, piece, mean, invstd, None)[0]
-        for piece, dpiece in pieces
+        ops.batch_norm_backward_reduce(dpiece, piece, mean, invstd)[0] for piece, dpiece in pieces
     )
     assert ((sums - expected).abs() <= bound).all()
 

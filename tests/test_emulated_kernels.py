@@ -118,7 +118,7 @@ def check_backward_reduce(library, x, dy):
     products = dy.double() * (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
 
     def run(device):
-        return device.batch_norm_backward_reduce(dy, x, mean, invstd, None)
+        return device.batch_norm_backward_reduce(dy, x, mean, invstd)
 
     for plan, results in on_all_devices(library, run, dy, x):
         sums, grad_weight, grad_bias = results
@@ -250,7 +250,7 @@ def test_every_value_counts_once(device, shape, layout, dtype):
     expected = torch.cat([dy.double().sum(dims), (dy.double() * x.double()).sum(dims)])
     for offset in (0, 1):
         tensors = [placed(to_layout(t, layout), offset) for t in (dy, x)]
-        sums, _, _ = device.batch_norm_backward_reduce(*tensors, zeros, ones, None)
+        sums, _, _ = device.batch_norm_backward_reduce(*tensors, zeros, ones)
         assert torch.equal(sums, expected)
 
 
@@ -296,7 +296,7 @@ def test_gradient_survives_a_large_mean(device, layout):
     mean, var = reference_moments(x)
     invstd = (var + EPS).rsqrt()
     xhat = (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
-    sums, *_ = device.batch_norm_backward_reduce(dy, x, mean, invstd, None)
+    sums, *_ = device.batch_norm_backward_reduce(dy, x, mean, invstd)
     products = dy.double() * xhat
     # Roundings of float sums; a mean rounded to float32 would cost 3e-5 of the sum of dy.
     bound = 2e-6 * products.abs().sum(reduced_dims(x))
@@ -337,13 +337,13 @@ def test_bad_value_stays_in_its_channel(device, bad, layout, dtype):
     x = make_input((3, 5, 7, 7), layout, dtype)  # planes share vectors with their neighbors
     dy = make_input((3, 5, 7, 7), layout, dtype, seed=1)
     mean, var = reference_moments(x)
-    clean = device.batch_norm_stats(x), device.batch_norm_backward_reduce(dy, x, mean, var, None)[0]
+    clean = device.batch_norm_stats(x), device.batch_norm_backward_reduce(dy, x, mean, var)[0]
     for position in [(0, 0), (3, 4), (6, 6)]:
         spoilt_x, spoilt_dy = x.clone(), dy.clone()
         spoilt_x[(1, 2, *position)] = bad
         spoilt_dy[(1, 2, *position)] = bad
         message = device.batch_norm_stats(spoilt_x)
-        sums, *_ = device.batch_norm_backward_reduce(spoilt_dy, x, mean, var, None)
+        sums, *_ = device.batch_norm_backward_reduce(spoilt_dy, x, mean, var)
         kept = [0, 1, 3, 4, 5, 6, 8, 9]
         for spoilt, expected in zip((message, sums), clean, strict=True):
             assert not spoilt[[2, 7]].isfinite().any()

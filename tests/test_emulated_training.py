@@ -50,7 +50,7 @@ def test_parameters_and_buffers_of_any_dtype_and_stride(library, dtype, vector_d
         columns = table.clone().unbind(1)
         output, *_ = device.batch_norm_apply(x, totals_of(x), *columns, None, 0.3, EPS)
         _, grad_weight, grad_bias = device.batch_norm_backward_reduce(
-            dy, x, mean, invstd, columns[0]
+            dy, x, mean, invstd, columns[0].dtype, columns[1].dtype
         )
         grad_input = device.batch_norm_backward_apply(dy, x, mean, invstd, weight, sums, count)
         again = device.batch_norm_backward_apply(dy, x, mean, invstd, columns[0], sums, count)
@@ -159,7 +159,7 @@ def test_empty_group_updates_nothing(device, shape, dtype):
         assert output.shape == x.shape and output.dtype == dtype
         assert all(torch.isfinite(t).all() for t in statistics)
         assert mean.tolist() == [0.25] * 3 and var.tolist() == [0.5] * 3 and tracked.item() == 3
-    sums, *gradients = device.batch_norm_backward_reduce(x, x, *statistics[:2], None)
+    sums, *gradients = device.batch_norm_backward_reduce(x, x, *statistics[:2])
     assert not any(t.any() for t in (sums, *gradients))
     grad = device.batch_norm_backward_apply(x, x, *statistics[:2], None, sums, statistics[2])
     assert grad.shape == x.shape and grad.dtype == dtype
@@ -186,7 +186,7 @@ def train(device, shards, grad_outputs, weight, bias):
         for x, running in zip(shards, buffers, strict=True)
     ]
     local = [
-        device.batch_norm_backward_reduce(dy, x, mean, invstd, weight)
+        device.batch_norm_backward_reduce(dy, x, mean, invstd, weight.dtype, bias.dtype)
         for x, dy, (_, mean, invstd, _) in zip(shards, grad_outputs, forward, strict=True)
     ]
     sums = sum(one for one, _, _ in local)

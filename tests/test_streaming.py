@@ -39,7 +39,7 @@ def test_large_outputs_are_those_of_their_parts(image, layout, dtype):
         return ops.batch_norm_apply(x, totals, None, None, *running)
 
     _, mean, invstd, count = apply(x[:1])
-    sums, _, _ = ops.batch_norm_backward_reduce(dy, x, mean, invstd, None)
+    sums, _, _ = ops.batch_norm_backward_reduce(dy, x, mean, invstd)
 
     def backward(dy, x):
         return ops.batch_norm_backward_apply(dy, x, mean, invstd, None, sums, count)

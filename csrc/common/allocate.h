@@ -6,6 +6,17 @@
 
 namespace syncbn {
 
+// In torch's words, which programs look for that go on with a smaller batch. The stable ABI of
+// torch 2.11 keeps the allocator's own error to itself.
+[[noreturn]] inline void throw_out_of_memory(int64_t num_bytes, const Tensor& like) {
+  if (like.is_cuda()) {
+    detail::throw_error("CUDA out of memory. syncbn tried to allocate ", num_bytes,
+                        " bytes on device ", like.get_device_index());
+  }
+  detail::throw_error("DefaultCPUAllocator: can't allocate memory: syncbn tried to allocate ",
+                      num_bytes, " bytes");
+}
+
 inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes,
                        torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType dtype,
                        const Tensor& like) {
@@ -13,9 +24,16 @@ inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes,
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(like.get(), &device_type));
   const auto code = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                  strides.data(), code, device_type,
-                                                  like.get_device_index(), &handle));
+  const AOTITorchError error =
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               code, device_type, like.get_device_index(), &handle);
+  if (error != AOTI_TORCH_SUCCESS) {
+    int64_t num_bytes = aoti_torch_dtype_element_size(code);
+    for (const int64_t size : sizes) {
+      num_bytes *= size;
+    }
+    throw_out_of_memory(num_bytes, like);
+  }
   return Tensor(handle);
 }
 

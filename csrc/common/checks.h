@@ -106,6 +106,11 @@ inline void check_channel_vector(const char* op, const char* name,
                is_16_bit ? ", " : "", "float32 or float64, but got ", dtype_name(dtype));
 }
 
+inline void check_grad_dtype(const char* op, const char* name, ScalarType dtype) {
+  SYNCBN_CHECK(is_supported_float(dtype), op, ": expected ", name,
+               " to be float16, bfloat16, float32 or float64, but got ", dtype_name(dtype));
+}
+
 // Running statistics come as a pair, and a cumulative average needs the batch counter.
 inline void check_running(const char* op, const std::optional<Tensor>& running_mean,
                           const std::optional<Tensor>& running_var,

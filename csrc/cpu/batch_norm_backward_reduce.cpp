@@ -35,17 +35,16 @@ struct RowGradSums {
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_output,
-                                                              const Tensor& input,
-                                                              const Tensor& mean,
-                                                              const Tensor& invstd,
-                                                              std::optional<Tensor> weight) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    ScalarType weight_dtype, ScalarType bias_dtype) {
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
   check_grad_output(kOp, grad_output, input, geometry);
   check_statistics(kOp, "mean", mean, channels, input);
   check_statistics(kOp, "invstd", invstd, channels, input);
-  check_channel_vector(kOp, "weight", weight, input);
+  check_grad_dtype(kOp, "weight_dtype", weight_dtype);
+  check_grad_dtype(kOp, "bias_dtype", bias_dtype);
 
   const Partition partition(geometry);
   const auto* means = static_cast<const double*>(mean.const_data_ptr());
@@ -89,9 +88,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad
     message[channels + c] = deviations[c];
   }
 
-  const ScalarType grad_dtype = weight.has_value() ? weight->scalar_type() : ScalarType::Double;
-  Tensor grad_weight = allocate_vector(channels, grad_dtype, input);
-  Tensor grad_bias = allocate_vector(channels, grad_dtype, input);
+  Tensor grad_weight = allocate_vector(channels, weight_dtype, input);
+  Tensor grad_bias = allocate_vector(channels, bias_dtype, input);
   store_channels(grad_weight, channels, deviations.data());
   store_channels(grad_bias, channels, grads.data());
   return {sums, grad_weight, grad_bias};

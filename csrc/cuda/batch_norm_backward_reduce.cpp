@@ -8,23 +8,21 @@ namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_backward_reduce";
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(const Tensor& grad_output,
-                                                              const Tensor& input,
-                                                              const Tensor& mean,
-                                                              const Tensor& invstd,
-                                                              std::optional<Tensor> weight) {
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    ScalarType weight_dtype, ScalarType bias_dtype) {
   const Device device(input);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
   check_grad_output(kOp, grad_output, input, geometry);
   check_statistics(kOp, "mean", mean, channels, input);
   check_statistics(kOp, "invstd", invstd, channels, input);
-  check_channel_vector(kOp, "weight", weight, input);
+  check_grad_dtype(kOp, "weight_dtype", weight_dtype);
+  check_grad_dtype(kOp, "bias_dtype", bias_dtype);
 
   Tensor sums = allocate_vector(2 * channels, ScalarType::Double, input);
-  const ScalarType grad_dtype = weight.has_value() ? weight->scalar_type() : ScalarType::Double;
-  Tensor grad_weight = allocate_vector(channels, grad_dtype, input);
-  Tensor grad_bias = allocate_vector(channels, grad_dtype, input);
+  Tensor grad_weight = allocate_vector(channels, weight_dtype, input);
+  Tensor grad_bias = allocate_vector(channels, bias_dtype, input);
 
   const void* dy = grad_output.const_data_ptr();
   const void* x = input.const_data_ptr();

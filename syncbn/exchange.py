@@ -1,0 +1,192 @@
+"""What ranks tell each other besides the sums: their sizes, a withdrawal; the words of errors."""
+
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from syncbn import checks, collectives
+from syncbn.collectives import ProcessGroup
+
+__all__ = [
+    "Name",
+    "Named",
+    "check_same_channels",
+    "check_training",
+    "guard",
+    "sum_over_ranks",
+    "with_place",
+]
+
+# Errors that are raised again with the layer and the rank in their text.
+_WORDED = (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError)
+
+
+class Named(Protocol):
+    """A layer: its name is looked up where an error says it."""
+
+    _name: str
+
+
+class Name:
+    """The name of a layer that is not at hand."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+
+class guard:
+    """Inside of it, whatever is raised withdraws this rank from the forward pass of the others.
+
+    They fail at once then instead of waiting. The error gets the layer and the rank into its words.
+    Belongs around what comes before the forward collective, and never around the collective.
+    """
+
+    __slots__ = ("group", "input", "layer", "num_features", "vectors")
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        layer: Named | None,
+        input: object,
+        num_features: int | None = None,
+        vectors: tuple[Tensor | None, ...] = (),
+    ) -> None:
+        self.group, self.layer = group, layer
+        self.input, self.num_features, self.vectors = input, num_features, vectors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            return
+        if self.group is not None:
+            _withdraw(self.group, self.input, self.num_features, self.vectors)
+        if type(error) in _WORDED:
+            if TYPE_CHECKING:
+                assert isinstance(error, Exception)
+            raise with_place(error, self.layer, self.group) from None
+
+
+def check_training(
+    input: Tensor,
+    num_features: int | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    group: ProcessGroup | None,
+    layer: Named | None,
+) -> None:
+    """As :func:`syncbn.checks.check_training`; a rank that fails a check withdraws.
+
+    Raises:
+        NotImplementedError: Also under DistributedDataParallel.join(), on all ranks.
+    """
+    vectors = (weight, bias, running_mean, running_var)
+    with guard(group, layer, input, num_features, vectors):
+        checks.check_no_transform()
+        checks.check_training(
+            input,
+            num_features,
+            *vectors,
+            num_batches_tracked,
+            momentum,
+            eps,
+            alone=group is None,
+        )
+    if group is not None:
+        try:
+            collectives.check_join()
+        except NotImplementedError as error:
+            raise with_place(error, layer, group) from None
+
+
+def check_same_channels(group: ProcessGroup, input: Tensor, layer: Named | None) -> None:
+    """Raise ValueError if another rank's forward message to this group has another size."""
+    try:
+        other = collectives.find_size_mismatch(group, message_size(input.size(1)), input.device)
+    except RuntimeError as error:
+        raise _communication_error(error, group, layer, "forward") from error
+    if other is not None:
+        collectives.withdraw(group, other, input.device)
+        raise ValueError(
+            f"expected the same channels on all ranks, but this rank normalizes "
+            f"{input.size(1)} while another normalizes {(other - 1) // 2}; the ranks run "
+            f"different layers{_place(layer, group)}"
+        )
+
+
+def sum_over_ranks(
+    message: Tensor, group: ProcessGroup, layer: Named | None, direction: str
+) -> Tensor:
+    """Sum the ``direction`` message of a layer over the ranks.
+
+    Raises:
+        NotImplementedError: In a batch of gradients.
+        RuntimeError: The collective failed; the error names the layer and the rank.
+    """
+    try:
+        return collectives.all_reduce_sum(message, group)
+    except RuntimeError as error:
+        if "Batching rule not implemented" in str(error):
+            words = "gradients of several ranks cannot be batched; leave out is_grads_batched=True"
+            raise with_place(NotImplementedError(words), layer, group) from error
+        raise _communication_error(error, group, layer, direction) from error
+
+
+def with_place(error: Exception, layer: Named | None, group: ProcessGroup | None) -> Exception:
+    """Return the error with the layer and the rank at the end of its text."""
+    return type(error)(f"{error}{_place(layer, group)}")
+
+
+def message_size(channels: int) -> int:
+    """Return the number of values that a rank sends forward: csrc/ops.cpp says which."""
+    return 2 * channels + 1
+
+
+def _place(layer: Named | None, group: ProcessGroup | None) -> str:
+    """Return which layer and rank this is, in brackets to follow a message; empty if unknown."""
+    rank = "" if group is None else f"rank {group.rank()} of {group.size()}"
+    name = "" if layer is None else layer._name
+    known = ", ".join(part for part in (f"layer {name!r}" if name else "", rank) if part)
+    return f" [{known}]" if known else ""
+
+
+def _communication_error(
+    error: RuntimeError, group: ProcessGroup, layer: Named | None, direction: str
+) -> RuntimeError:
+    return RuntimeError(
+        f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has failed, "
+        "left, did not come in time or runs another layer; look at the first error of the other "
+        "ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what they do"
+        f"{_place(layer, group)}: {error}"
+    )
+
+
+def _withdraw(
+    group: ProcessGroup,
+    input: object,
+    num_features: int | None,
+    vectors: tuple[Tensor | None, ...],
+) -> None:
+    """Let the other ranks of a forward pass fail, as far as it is known what they wait for."""
+    tensors = [tensor for tensor in (*vectors, input) if isinstance(tensor, Tensor)]
+    if num_features is None:
+        if tensors and tensors[0] is not input and tensors[0].dim() == 1:
+            num_features = tensors[0].size(0)
+        elif isinstance(input, Tensor) and input.dim() > 1 and not input.is_nested:
+            num_features = input.size(1)
+    if num_features is not None:
+        device = tensors[0].device if tensors else collectives.likely_device(group)
+        collectives.withdraw(group, message_size(num_features), device)

@@ -1,0 +1,112 @@
+"""The layer in training inside a graph that is recorded to be used elsewhere: see tracing.py.
+
+Whoever gets such a graph may differentiate it, so that every operator in it needs a formula.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn import collectives, compiled, exchange, layout, local, passes
+from syncbn.collectives import ProcessGroup
+
+__all__ = ["train"]
+
+
+def train(
+    input: Tensor,
+    num_features: int | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    group: ProcessGroup | None,
+    layer: exchange.Named | None,
+) -> Tensor:
+    """As :func:`syncbn.functional.train`: alone torch's own operator, in a group one of ours."""
+    vectors = (weight, bias, running_mean, running_var)
+    numbers = (num_batches_tracked, momentum, eps)
+    exchange.check_training(input, num_features, *vectors, *numbers, group, layer)
+    if group is None:
+        return local.train(
+            input, running_mean, running_var, num_batches_tracked, weight, bias, momentum, eps
+        )
+    output: Tensor
+    output, totals = torch.ops.syncbn.exported_batch_norm.default(
+        input, weight, bias, eps, group.group_name
+    )[:2]
+    compiled.update_running(
+        totals.detach(),
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        None if momentum is None else float(momentum),
+        float(eps),
+        input.dtype,
+    )
+    return output
+
+
+_library = torch.library.Library("syncbn", "FRAGMENT")
+_library.define(
+    "exported_batch_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, str group_name)"
+    " -> (Tensor output, Tensor totals, Tensor mean, Tensor invstd, Tensor count)"
+)
+
+
+@torch.library.impl(_library, "exported_batch_norm", "CompositeExplicitAutograd")
+def _(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group_name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    group = collectives.group_named(group_name)
+    exchange.check_same_channels(group, input, layer=None)
+    with exchange.guard(group, None, input):
+        dense = layout.as_dense(input)
+    totals, *results = passes.forward(
+        dense, weight, bias, (None, None, None, 0.0), eps, group, None
+    )
+    output, mean, invstd, count = results
+    return output, totals, mean, invstd, count
+
+
+@torch.library.register_fake("syncbn::exported_batch_norm")
+def _(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group_name: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    channels = input.size(1)
+    output = torch.empty_like(layout.as_dense(input))
+    totals = input.new_empty(2 * channels + 1, dtype=torch.float64)
+    mean, invstd = totals.new_empty(channels), totals.new_empty(channels)
+    return output, totals, mean, invstd, totals.new_empty(1)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, weight, bias, ctx.eps, ctx.group_name = inputs
+    _, _, *statistics = output
+    ctx.save_for_backward(input, weight, *statistics)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    input, weight, mean, invstd, count = ctx.saved_tensors
+    gradients = passes.backward(
+        grad_output,
+        layout.as_dense(input),
+        weight,
+        ctx.bias_dtype,
+        mean,
+        invstd,
+        count,
+        ctx.eps,
+        collectives.group_named(ctx.group_name),
+        None,
+        needs_grad_input=ctx.needs_input_grad[0],
+    )
+    return *gradients, None, None
+
+
+torch.library.register_autograd("syncbn::exported_batch_norm", _backward, setup_context=_save)

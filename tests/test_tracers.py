@@ -1,0 +1,133 @@
+"""Graphs recorded in training mode by torch's tracers: right when differentiated, or refused."""
+
+import copy
+
+import pytest
+import torch
+from cases import make_input
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from syncbn import SyncBatchNorm
+
+pytestmark = [
+    # torch's own: 2.11 copies its tree specifications through a deprecated class.
+    pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+]
+
+# Each takes a model and an input and returns the graph as a module or function, and the module that
+# has its parameters and buffers.
+
+
+def export(model, x):
+    graph = torch.export.export(model, (x,)).module()
+    return graph, graph
+
+
+def export_strict(model, x):
+    graph = torch.export.export(model, (x,), strict=True).module()
+    return graph, graph
+
+
+def export_dynamic(model, x):
+    shapes = ({0: torch.export.Dim("batch", min=2), 2: torch.export.Dim.DYNAMIC},)
+    graph = torch.export.export(model, (torch.cat([x, x]),), dynamic_shapes=shapes).module()
+    return graph, graph
+
+
+def dynamo_export(model, x):
+    return torch._dynamo.export(model)(x).graph_module, model
+
+
+def real_make_fx(model, x, **options):
+    state = copy.deepcopy(model.state_dict())
+    graph = make_fx(model, **options)(x)  # which runs the layer
+    model.load_state_dict(state)
+    return graph, model
+
+
+def pre_dispatch_make_fx(model, x):
+    return real_make_fx(model, x, pre_dispatch=True)
+
+
+def symbolic_make_fx(model, x):
+    def call(state, x):
+        return torch.func.functional_call(model, state, (x,))
+
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    graph = make_fx(call, tracing_mode="symbolic")(state, x)
+    return lambda x: graph(state, x), model
+
+
+def aot_module(model, x):
+    from functorch.compile import aot_module, nop
+
+    return aot_module(model, nop), model
+
+
+def symbolic_trace(model, x):
+    return torch.fx.symbolic_trace(model), model
+
+
+TRACERS = [
+    export,
+    export_strict,
+    export_dynamic,
+    dynamo_export,
+    real_make_fx,
+    pre_dispatch_make_fx,
+    symbolic_make_fx,
+    aot_module,
+    symbolic_trace,
+]
+
+
+def build(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 3, 1), SyncBatchNorm(3, **options)).double()
+    if model[1].affine:
+        nn.init.normal_(model[1].weight)
+    return model
+
+
+def batch(rank):
+    return make_input((4 + rank, 2, 5), "contiguous", torch.float64, seed=rank)
+
+
+def step(run, owner, x):
+    x = x.clone().requires_grad_()
+    y = run(x)
+    parameters = dict(owner.named_parameters())
+    grads = torch.autograd.grad(y.pow(3).sum(), [x, *parameters.values()])
+    state = {f"{name} grad": g for name, g in zip(["x", *parameters], grads, strict=True)}
+    state.update((name, buffer.clone()) for name, buffer in owner.named_buffers())
+    return {"output": y.detach(), **state}
+
+
+def compare(rank, world_size, trace, options):
+    eager = build(**options)
+    run, owner = globals()[trace](copy.deepcopy(eager), batch(rank))
+    for seed in range(2):
+        x = batch(rank) + seed
+        expected = step(eager, eager, x)
+        actual = step(run, owner, x)
+        assert actual.keys() == expected.keys()
+        for name in expected:
+            # float64; torch's own operator alone, another order of sums
+            torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+OPTIONS = [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("trace", [tracer.__name__ for tracer in TRACERS])
+def test_alone(trace, options):
+    compare(0, 1, trace, options)
+
+
+@pytest.mark.parametrize("trace", [tracer.__name__ for tracer in TRACERS])
+def test_in_a_group(compiling_ranks, trace):
+    compiling_ranks.run(compare, trace, {})
