@@ -5,6 +5,7 @@ A forward or backward pass makes one call of :func:`all_reduce_sum`.
 
 import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -173,16 +174,24 @@ def withdraw(group: ProcessGroup, size: int, device: torch.device) -> None:
     A rank that found its input bad calls this before it raises, so that the others fail at once
     with words instead of waiting for it. An error in here must not hide the first one.
     """
-    tracing = torch._C._get_tracing_state()
-    # torch.jit.trace refuses what it does not know.
+    with _no_trace(), contextlib.suppress(RuntimeError, ValueError):
+        message = torch.zeros(size, dtype=torch.float64, device=device)
+        message[-1] = torch.nan
+        all_reduce_sum(message, group)
+
+
+@contextlib.contextmanager
+def _no_trace() -> Iterator[None]:
+    """Suspend torch.jit.trace, which refuses what it does not know."""
+    state = torch._C._get_tracing_state()
+    if state is None:  # where it cannot be set, as inside of an operator
+        yield
+        return
     torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
     try:
-        with contextlib.suppress(RuntimeError, ValueError):
-            message = torch.zeros(size, dtype=torch.float64, device=device)
-            message[-1] = torch.nan
-            all_reduce_sum(message, group)
+        yield
     finally:
-        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
 
 
 class AllReduceSum(torch.autograd.Function):

@@ -29,7 +29,7 @@ def train(
     momentum: float | None,
     eps: float,
     group: ProcessGroup | None,
-    layer: exchange.Named | None,
+    layer: exchange.Layer,
 ) -> Tensor:
     """As :func:`syncbn.functional.train`, to be traced by torch.compile."""
     checks.check_no_transform()
@@ -38,7 +38,7 @@ def train(
     numbers = (num_batches_tracked, momentum, eps)
     if not _is_valid(input, num_features, *vectors, *numbers, alone=group is None):
         # When the graph runs, in the words and with the withdrawal of an eager layer.
-        name = "" if layer is None else layer._name
+        name = layer if isinstance(layer, str) else layer._name
         failed: Tensor = torch.ops.syncbn.compiled_check.default(
             input, num_features, *vectors, *numbers, group_name, name
         )
@@ -110,9 +110,18 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         group_name: str | None,
     ) -> Tensor:
         """Return the normalized input; arguments as :func:`syncbn.functional.train`."""
-        totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group_name)
+        # The compiler merges calls with equal arguments. Eager ranks would wait for the other one.
+        call = torch.empty(0)
+        totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group_name, call)
         mean, invstd, count = update_running(
-            totals, running_mean, running_var, num_batches_tracked, momentum, eps, input.dtype
+            totals,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            momentum,
+            eps,
+            input.dtype,
+            group_name,
         )
         dtype = _compute_dtype(input)
         rounded_mean = layout.cast(mean, dtype)
@@ -167,10 +176,18 @@ def update_running(
     momentum: float | None,
     eps: float,
     input_dtype: torch.dtype,
+    group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Update the running statistics, but not in a recomputation; return mean, invstd and count."""
     results: tuple[Tensor, Tensor, Tensor] = torch.ops.syncbn.compiled_update.default(
-        totals, running_mean, running_var, num_batches_tracked, momentum, eps, input_dtype
+        totals,
+        running_mean,
+        running_var,
+        num_batches_tracked,
+        momentum,
+        eps,
+        input_dtype,
+        group_name,
     )
     return results
 
@@ -213,7 +230,7 @@ def _(
 ) -> Tensor:
     vectors = (weight, bias, running_mean, running_var)
     numbers = (num_batches_tracked, momentum, eps)
-    group, layer = _group(group_name), exchange.Name(layer_name)
+    group, layer = _group(group_name), layer_name
     exchange.check_training(input, num_features, *vectors, *numbers, group, layer)
     raise AssertionError("the graph was compiled for arguments that fail a check")
 
@@ -232,24 +249,24 @@ torch.library.register_autograd("syncbn::compiled_check", _no_gradients)
 
 # What ranks exchange goes with the sums, so that its failure has words.
 _library.define(
-    "compiled_stats(Tensor input, str? group_name) -> Tensor",
+    "compiled_stats(Tensor input, str? group_name, Tensor call) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
 @torch.library.impl(_library, "compiled_stats", "CompositeExplicitAutograd")
-def _(input: Tensor, group_name: str | None) -> Tensor:
+def _(input: Tensor, group_name: str | None, call: Tensor) -> Tensor:
     group = _group(group_name)
     if group is not None:
         collectives.check_join()
-        exchange.check_same_channels(group, input, layer=None)
-    with exchange.guard(group, None, input):
+        exchange.check_same_channels(group, input, layer="")
+    with exchange.guard(group, "", input):
         dense = layout.as_dense(input)
-    return passes.sum_statistics(dense, group, layer=None)
+    return passes.sum_statistics(dense, group, layer="")
 
 
 @torch.library.register_fake("syncbn::compiled_stats")
-def _(input: Tensor, group_name: str | None) -> Tensor:
+def _(input: Tensor, group_name: str | None, call: Tensor) -> Tensor:
     return ops.batch_norm_stats(input)
 
 
@@ -260,7 +277,8 @@ def _group(name: str | None) -> ProcessGroup | None:
 # batch_norm_apply without the normalization; nothing where the graph runs as a recomputation.
 _library.define(
     "compiled_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor(c!)? num_batches_tracked, float? momentum, float eps, ScalarType input_dtype)"
+    "Tensor(c!)? num_batches_tracked, float? momentum, float eps, ScalarType input_dtype, "
+    "str? group_name)"
     " -> (Tensor mean, Tensor invstd, Tensor count)"
 )
 
@@ -274,6 +292,7 @@ def _(
     momentum: float | None,
     eps: float,
     input_dtype: torch.dtype,
+    group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     checks.check_eps(eps)
     if momentum is not None:
@@ -282,9 +301,11 @@ def _(
         running_mean = running_var = num_batches_tracked = None
         momentum = 0.0
     no_input = totals.new_empty((0, totals.numel() // 2), dtype=input_dtype)
-    _, mean, invstd, count = ops.batch_norm_apply(
-        no_input, totals, None, None, running_mean, running_var, num_batches_tracked, momentum, eps
-    )
+    running = (running_mean, running_var, num_batches_tracked, momentum)
+    try:
+        _, mean, invstd, count = ops.batch_norm_apply(no_input, totals, None, None, *running, eps)
+    except RuntimeError as error:
+        raise exchange.with_place(error, "", _group(group_name)) from None
     return mean, invstd, count
 
 
@@ -297,6 +318,7 @@ def _(
     momentum: float | None,
     eps: float,
     input_dtype: torch.dtype,
+    group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels = totals.size(0) // 2
     return totals.new_empty(channels), totals.new_empty(channels), totals.new_empty(1)
@@ -324,7 +346,7 @@ def _(
     grad_output = layout.as_dense(grad_output, like=input)
     dtypes = (weight_dtype, bias_dtype)
     return passes.sum_gradients(
-        grad_output, input, mean, invstd, *dtypes, _group(group_name), layer=None
+        grad_output, input, mean, invstd, *dtypes, _group(group_name), layer=""
     )
 
 

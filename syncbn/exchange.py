@@ -10,8 +10,7 @@ from syncbn import checks, collectives
 from syncbn.collectives import ProcessGroup
 
 __all__ = [
-    "Name",
-    "Named",
+    "Layer",
     "check_same_channels",
     "check_training",
     "guard",
@@ -23,17 +22,13 @@ __all__ = [
 _WORDED = (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError)
 
 
-class Named(Protocol):
-    """A layer: its name is looked up where an error says it."""
-
+class _Named(Protocol):
     _name: str
 
 
-class Name:
-    """The name of a layer that is not at hand."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
+# A layer in errors: its name, or in a compiled graph itself. A graph that has read the name does
+# not serve another layer, so that it is read where it is said.
+Layer = str | _Named
 
 
 class guard:
@@ -48,7 +43,7 @@ class guard:
     def __init__(
         self,
         group: ProcessGroup | None,
-        layer: Named | None,
+        layer: Layer,
         input: object,
         num_features: int | None = None,
         vectors: tuple[Tensor | None, ...] = (),
@@ -86,7 +81,7 @@ def check_training(
     momentum: float | None,
     eps: float,
     group: ProcessGroup | None,
-    layer: Named | None,
+    layer: Layer,
 ) -> None:
     """As :func:`syncbn.checks.check_training`; a rank that fails a check withdraws.
 
@@ -112,7 +107,7 @@ def check_training(
             raise with_place(error, layer, group) from None
 
 
-def check_same_channels(group: ProcessGroup, input: Tensor, layer: Named | None) -> None:
+def check_same_channels(group: ProcessGroup, input: Tensor, layer: Layer) -> None:
     """Raise ValueError if another rank's forward message to this group has another size."""
     try:
         other = collectives.find_size_mismatch(group, message_size(input.size(1)), input.device)
@@ -127,9 +122,7 @@ def check_same_channels(group: ProcessGroup, input: Tensor, layer: Named | None)
         )
 
 
-def sum_over_ranks(
-    message: Tensor, group: ProcessGroup, layer: Named | None, direction: str
-) -> Tensor:
+def sum_over_ranks(message: Tensor, group: ProcessGroup, layer: Layer, direction: str) -> Tensor:
     """Sum the ``direction`` message of a layer over the ranks.
 
     Raises:
@@ -145,7 +138,7 @@ def sum_over_ranks(
         raise _communication_error(error, group, layer, direction) from error
 
 
-def with_place(error: Exception, layer: Named | None, group: ProcessGroup | None) -> Exception:
+def with_place(error: Exception, layer: Layer, group: ProcessGroup | None) -> Exception:
     """Return the error with the layer and the rank at the end of its text."""
     return type(error)(f"{error}{_place(layer, group)}")
 
@@ -155,16 +148,16 @@ def message_size(channels: int) -> int:
     return 2 * channels + 1
 
 
-def _place(layer: Named | None, group: ProcessGroup | None) -> str:
+def _place(layer: Layer, group: ProcessGroup | None) -> str:
     """Return which layer and rank this is, in brackets to follow a message; empty if unknown."""
     rank = "" if group is None else f"rank {group.rank()} of {group.size()}"
-    name = "" if layer is None else layer._name
+    name = layer if isinstance(layer, str) else layer._name
     known = ", ".join(part for part in (f"layer {name!r}" if name else "", rank) if part)
     return f" [{known}]" if known else ""
 
 
 def _communication_error(
-    error: RuntimeError, group: ProcessGroup, layer: Named | None, direction: str
+    error: RuntimeError, group: ProcessGroup, layer: Layer, direction: str
 ) -> RuntimeError:
     return RuntimeError(
         f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has failed, "

@@ -25,7 +25,7 @@ def train(
     momentum: float | None,
     eps: float,
     group: ProcessGroup | None,
-    layer: exchange.Named | None,
+    layer: exchange.Layer,
 ) -> Tensor:
     """As :func:`syncbn.functional.train`: alone torch's own operator, in a group one of ours."""
     vectors = (weight, bias, running_mean, running_var)
@@ -47,6 +47,7 @@ def train(
         None if momentum is None else float(momentum),
         float(eps),
         input.dtype,
+        group.group_name,
     )
     return output
 
@@ -63,12 +64,11 @@ def _(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     group = collectives.group_named(group_name)
-    exchange.check_same_channels(group, input, layer=None)
-    with exchange.guard(group, None, input):
+    exchange.check_same_channels(group, input, layer="")
+    with exchange.guard(group, "", input):
         dense = layout.as_dense(input)
-    totals, *results = passes.forward(
-        dense, weight, bias, (None, None, None, 0.0), eps, group, None
-    )
+    running: passes.Running = (None, None, None, 0.0)
+    totals, *results = passes.forward(dense, weight, bias, running, eps, group, layer="")
     output, mean, invstd, count = results
     return output, totals, mean, invstd, count
 
@@ -103,7 +103,7 @@ def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None,
         count,
         ctx.eps,
         collectives.group_named(ctx.group_name),
-        None,
+        "",
         needs_grad_input=ctx.needs_input_grad[0],
     )
     return *gradients, None, None

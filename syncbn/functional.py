@@ -94,7 +94,7 @@ def evaluate(
     momentum: float,
     eps: float,
     *,
-    layer: exchange.Named | None = None,
+    layer: exchange.Layer = "",
     num_features: int | None = None,
 ) -> Tensor:
     """Normalize without communication, by running statistics or, without them, by the batch's.
@@ -123,13 +123,13 @@ def train(
     eps: float,
     process_group: ProcessGroup | None,
     *,
-    layer: exchange.Named | None = None,
+    layer: exchange.Layer = "",
     num_features: int | None = None,
 ) -> Tensor:
     """Normalize by the group's batch statistics and update the running ones.
 
     Arguments as :func:`sync_batch_norm`; a ``momentum`` of None is the cumulative average and
-    needs ``num_batches_tracked``, which grows by one. ``layer`` has the name for errors.
+    needs ``num_batches_tracked``, which grows by one. ``layer`` names the layer in errors.
     """
     try:
         group = collectives.resolve_group(process_group)
@@ -180,7 +180,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         running: passes.Running,
         eps: float,
         group: ProcessGroup | None,
-        layer: exchange.Named | None,
+        layer: exchange.Layer,
     ) -> Tensor:
         """Return the normalized input, which is dense; arguments as :func:`train`.
 

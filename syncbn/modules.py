@@ -122,6 +122,7 @@ class SyncBatchNorm(_BatchNorm):
             recorded = record_call(self, SyncBatchNorm.forward, input)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
+        layer = self if torch.compiler.is_compiling() else self._name
         if not self.training:
             return functional.evaluate(
                 input,
@@ -131,7 +132,7 @@ class SyncBatchNorm(_BatchNorm):
                 self.bias,
                 0.0 if self.momentum is None else self.momentum,
                 self.eps,
-                layer=self,
+                layer=layer,
                 num_features=self.num_features,
             )
         track = self.track_running_stats
@@ -147,7 +148,7 @@ class SyncBatchNorm(_BatchNorm):
             0.0 if self.momentum is None and num_batches_tracked is None else self.momentum,
             self.eps,
             self.process_group,
-            layer=self,
+            layer=layer,
             num_features=self.num_features,
         )
 

@@ -15,9 +15,7 @@ __all__ = ["backward", "forward", "sum_gradients", "sum_statistics"]
 Running = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
 
 
-def sum_statistics(
-    input: Tensor, group: ProcessGroup | None, layer: exchange.Named | None
-) -> Tensor:
+def sum_statistics(input: Tensor, group: ProcessGroup | None, layer: exchange.Layer) -> Tensor:
     """Return the message of :func:`syncbn.ops.batch_norm_stats`, summed over the group."""
     with exchange.guard(group, layer, input):
         message = ops.batch_norm_stats(input)
@@ -34,7 +32,7 @@ def sum_gradients(
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
     group: ProcessGroup | None,
-    layer: exchange.Named | None,
+    layer: exchange.Layer,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`syncbn.ops.batch_norm_backward_reduce`, the first result summed over the group."""
     sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
@@ -52,7 +50,7 @@ def forward(
     running: Running,
     eps: float,
     group: ProcessGroup | None,
-    layer: exchange.Named | None,
+    layer: exchange.Layer,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return totals, output, mean, invstd and count, as :func:`syncbn.ops.batch_norm_apply` does.
 
@@ -75,7 +73,7 @@ def backward(
     count: Tensor,
     eps: float,
     group: ProcessGroup | None,
-    layer: exchange.Named | None,
+    layer: exchange.Layer,
     *,
     needs_grad_input: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

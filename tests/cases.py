@@ -82,8 +82,8 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_apply": (x, totals, vector, vector.clone(), *running, None, 1e-5),
         "batch_norm_backward_reduce": (x.clone(), x, mean, var, *dtypes),
         "batch_norm_backward_apply": (x.clone(), x, mean, var, vector, sums, totals[-1:].clone()),
-        "compiled_stats": (x, None),
-        "compiled_update": (totals, *running, None, 1e-5, x.dtype),
+        "compiled_stats": (x, None, torch.empty(0)),
+        "compiled_update": (totals, *running, None, 1e-5, x.dtype, None),
         "compiled_backward_reduce": (x.clone(), x, mean, var, *dtypes, None),
         "compiled_materialize": (vector,),
     }[name]

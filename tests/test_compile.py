@@ -1,6 +1,7 @@
 """torch.compile: one graph, equal to eager, on several ranks."""
 
 import copy
+import os
 import re
 import time
 
@@ -12,7 +13,7 @@ from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 
 # torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
 pytestmark = [
@@ -382,3 +383,157 @@ def test_bad_input_to_a_compiled_layer_is_named():
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
     with pytest.raises(ValueError, match=r"expected input to have 3 channels .*\[layer '0'\]"):
         torch.compile(model, backend="aot_eager")(torch.rand(2, 4, 3, 3))
+
+
+class Scaled(nn.Module):
+    def __init__(self, layer, momentum=0.1, eps=1e-5):
+        super().__init__()
+        self.convolution, self.layer = nn.Conv1d(3, 3, 1), layer(3, momentum=momentum, eps=eps)
+
+    def forward(self, x):
+        return self.layer(self.convolution(x))
+
+
+def whole_dynamic(layer, compile):
+    """Every size and number of the program is variable from the start."""
+    model = Scaled(layer)
+    run = compile(model, dynamic=True)
+    for batch_size in (4, 6):
+        yield run(make_input((batch_size, 3, 5), "contiguous", torch.float32))
+
+
+def schedule(layer, compile):
+    model = Scaled(layer)
+    run = compile(model)
+    for step_number in range(1, 4):
+        model.layer.momentum, model.layer.eps = 0.1 / step_number, 1e-5 * step_number
+        yield run(make_input((4, 3, 5), "contiguous", torch.float32))
+
+
+def two_blocks(layer, compile):
+    for momentum, eps in ((0.1, 1e-5), (0.2, 1e-4), (0.3, 1e-3)):
+        torch.manual_seed(0)
+        run = compile(Scaled(layer, momentum, eps))
+        yield run(make_input((4, 3, 5), "contiguous", torch.float32))
+
+
+def numbers_of_the_function(layer, compile):
+    function = sync_batch_norm if layer is SyncBatchNorm else nn.functional.batch_norm
+    mean, var = torch.zeros(3), torch.ones(3)
+
+    def normalize(x, momentum, eps):
+        return function(x, mean, var, training=True, momentum=momentum, eps=eps)
+
+    run = compile(normalize, dynamic=True)
+    for step_number in range(1, 4):
+        x = make_input((4, 3, 5), "contiguous", torch.float32)
+        yield run(x, 0.1 / step_number, 1e-5 * step_number) + mean[:, None]
+
+
+@pytest.mark.works("torch.compile(dynamic=True), schedules of momentum and eps: one graph")
+@pytest.mark.parametrize("program", [whole_dynamic, schedule, two_blocks, numbers_of_the_function])
+def test_variable_numbers_break_no_graph(program):
+    """And compile no more often than torch's layer does."""
+
+    def outputs_and_graphs(layer):
+        backend = Backend("aot_eager")
+        torch.manual_seed(0)
+
+        def compile(module, **options):
+            return torch.compile(module, backend=backend, fullgraph=True, **options)
+
+        return list(program(layer, compile)), backend.graphs
+
+    torch.manual_seed(0)
+    expected = list(program(SyncBatchNorm, lambda module, **options: module))
+    outputs, graphs = outputs_and_graphs(SyncBatchNorm)
+    _, torchs_graphs = outputs_and_graphs(nn.BatchNorm1d)
+    assert graphs <= torchs_graphs
+    for output, right in zip(outputs, expected, strict=True):
+        # float32 roundings of values below 4
+        torch.testing.assert_close(output, right, rtol=1e-6, atol=1e-6)
+
+
+def fail_in_one_graph(rank, world_size, bad):
+    """All ranks are compiled; what rank 1 gets is bad from the first step or from the second on."""
+    model = convert_sync_batchnorm(nn.Sequential(nn.Identity(), nn.BatchNorm1d(3)))
+    fast = compiled(model, Backend("aot_eager"))
+    if bad != "at first":
+        fast(torch.rand(4, 3, 5))
+    fast(torch.rand(4, 3 + rank, 5))
+
+
+@pytest.mark.parametrize("bad", ["at first", "later"])
+def test_bad_input_to_one_compiled_rank_fails_all_in_words(bad):
+    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
+        other, failed = ranks.outcomes(fail_in_one_graph, bad)
+    assert failed.kind == "ValueError"
+    assert "expected input to have 3 channels (num_features), but got 4" in failed.message
+    assert "[layer '1', rank 1 of 2]" in failed.message
+    assert other.kind == "RuntimeError"
+    assert "another rank of the process group withdrew" in other.message
+    assert "[rank 0 of 2]" in other.message
+
+
+def disagree_in_one_graph(rank, world_size):
+    model = SyncBatchNorm(3 + rank)
+    compiled(model, Backend("aot_eager"))(torch.rand(4, 3 + rank, 5))
+
+
+def test_compiled_ranks_with_different_channels_fail_in_words():
+    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
+        outcomes = ranks.outcomes(disagree_in_one_graph)
+    kinds = sorted(outcome.kind for outcome in outcomes)
+    assert kinds == ["RuntimeError", "ValueError"]
+    text = "".join(outcome.message for outcome in outcomes)
+    assert "expected the same channels on all ranks" in text
+    assert "another rank of the process group withdrew" in text
+
+
+def die_in_one_graph(rank, world_size, direction):
+    model = SyncBatchNorm(3)
+    fast = compiled(model, Backend("aot_eager"))
+    x = torch.rand(4, 3, 5, requires_grad=True)
+    fast(x).sum().backward()
+    if rank == 1 and direction == "forward":
+        os._exit(3)
+    y = fast(x)
+    if rank == 1:
+        os._exit(3)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_compiled_rank_says_in_words_that_another_died(direction):
+    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
+        survivor, dead = ranks.outcomes(die_in_one_graph, direction)
+    assert dead.kind == "died" and dead.message == "exit code 3"
+    assert survivor.kind == "RuntimeError"
+    assert f"the {direction} all-reduce of a SyncBatchNorm layer failed" in survivor.message
+    assert "[rank 0 of 2]" in survivor.message
+
+
+class Twins(nn.Module):
+    """Two layers that normalize the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.first(x) - 2 * self.second(x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_equal_inputs_are_summed_as_often_as_in_eager(compiling_ranks, backend):
+    """A compiler that merged them would leave the eager ranks waiting."""
+    for eager, fast in compiling_ranks.run(collectives_of_twins, backend):
+        assert eager == fast == [7, 7, 6, 6]
+
+
+def collectives_of_twins(rank, world_size, backend):
+    model = build("Twins")
+    fast = compiled(model, Backend(backend))
+    x = batch(rank, (4, 3), 5, 0).requires_grad_()
+    step(fast, x)
+    return all_reduces(model, x), all_reduces(fast, x)

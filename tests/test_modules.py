@@ -255,3 +255,46 @@ def test_pickle_without_group_says_nothing():
 def test_public_names():
     assert set(syncbn.__all__) <= set(dir(syncbn))
     assert syncbn.__version__
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("track", [True, False])
+def test_eps_of_zero(track, training):
+    layer = SyncBatchNorm(3, eps=0.0, track_running_stats=track).train(training)
+    x = make_input((4, 3, 5), "contiguous", torch.float32)
+    expected = torch.batch_norm(
+        x, None, None, layer.running_mean, layer.running_var, training or not track, 0.1, 0.0, False
+    )
+    # float32 roundings of values below 4
+    torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float16, torch.float32])
+def test_batch_counter_of_any_dtype(dtype, momentum):
+    """Code that casts every buffer casts the counter too."""
+    x = make_input((4, 3, 5), "contiguous", torch.float32)
+    layer, expected = SyncBatchNorm(3, momentum=momentum), SyncBatchNorm(3, momentum=momentum)
+    layer.num_batches_tracked = counter = layer.num_batches_tracked.to(dtype)
+    for steps in (1, 2):
+        assert torch.equal(layer(x), expected(x))
+        assert layer.num_batches_tracked is counter
+        assert counter.dtype == dtype and counter.item() == steps
+    assert torch.equal(layer.running_var, expected.running_var)
+
+
+# torch's own: dynamo makes a Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compile", [False, True])
+def test_gradients_of_weight_and_bias_have_their_own_dtypes(compile):
+    """A sum of 70,000, which float16 does not hold, in a float32 bias beside a float16 weight."""
+    layer = SyncBatchNorm(2).half()
+    layer.bias = nn.Parameter(layer.bias.detach().float())
+    run = layer
+    if compile:
+        torch._dynamo.reset()
+        run = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    x = make_input((7, 2, 10000), "contiguous", torch.float16)
+    run(x).backward(torch.ones_like(x))
+    assert layer.weight.grad.dtype == torch.float16 and layer.bias.grad.dtype == torch.float32
+    assert layer.bias.grad.tolist() == [70000, 70000]
