@@ -104,6 +104,12 @@ SYNCBN_INLINE void narrow_to_half(const Vector& x, HalfVector& narrow) {
 #else
 template <typename Isa>
 constexpr bool kConvertsHalf = false;
+
+// Declared for the calls that are left out.
+template <typename Vector, typename HalfVector>
+void widen_half(const HalfVector& x, Vector& wide);
+template <typename Vector, typename HalfVector>
+void narrow_to_half(const Vector& x, HalfVector& narrow);
 #endif
 
 // Stores past the caches; `to` is aligned to the vector.
