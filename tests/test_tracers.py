@@ -1,6 +1,7 @@
 """Graphs recorded in training mode by torch's tracers: right when differentiated, or refused."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -67,6 +68,22 @@ def aot_module(model, x):
     return aot_module(model, nop), model
 
 
+def pipeline(model, x):
+    from torch.distributed.pipelining import SplitPoint
+    from torch.distributed.pipelining import pipeline as split
+
+    stages = split(model, (x,), split_spec={"1": SplitPoint.BEGINNING})
+    assert stages.num_stages == 2
+
+    def run(x):
+        for stage in range(stages.num_stages):
+            x = stages.get_stage_module(stage)(x)
+            x = x[0] if isinstance(x, tuple) else x
+        return x
+
+    return run, stages.split_gm
+
+
 def symbolic_trace(model, x):
     return torch.fx.symbolic_trace(model), model
 
@@ -80,6 +97,7 @@ TRACERS = [
     pre_dispatch_make_fx,
     symbolic_make_fx,
     aot_module,
+    pipeline,
     symbolic_trace,
 ]
 
@@ -103,7 +121,8 @@ def step(run, owner, x):
     grads = torch.autograd.grad(y.pow(3).sum(), [x, *parameters.values()])
     state = {f"{name} grad": g for name, g in zip(["x", *parameters], grads, strict=True)}
     state.update((name, buffer.clone()) for name, buffer in owner.named_buffers())
-    return {"output": y.detach(), **state}
+    # A pipeline puts its stages before the names.
+    return {"output": y.detach(), **{re.sub(r"submod_pp_\d\.", "", n): t for n, t in state.items()}}
 
 
 def compare(rank, world_size, trace, options):

@@ -59,8 +59,12 @@ Workspace Device::make_workspace(const Plan& plan, const Tensor& input,
   unsigned int* counters =
       take_counters(index_, static_cast<cudaStream_t>(stream_), plan.num_counters());
   if (counters == nullptr) {  // rarely, as after thousands of captured graphs: one more launch
-    keep_alive.push_back(torch::stable::new_zeros(input, {plan.num_counters()}, ScalarType::Int));
+    keep_alive.push_back(allocate_vector(plan.num_counters(), ScalarType::Int, input));
     counters = static_cast<unsigned int*>(keep_alive.back().mutable_data_ptr());
+    const cudaError_t error = cudaMemsetAsync(counters, 0, plan.num_counters() * sizeof(*counters),
+                                              static_cast<cudaStream_t>(stream_));
+    SYNCBN_CHECK(error == cudaSuccess,
+                 "syncbn: cudaMemsetAsync failed: ", cudaGetErrorString(error));
   }
   return {partials, counters};
 }
