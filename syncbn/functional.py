@@ -101,7 +101,8 @@ def evaluate(
 
     The operator is torch's own, so that exporters and compilers see what they know.
     """
-    if isinstance(input, torch.fx.Proxy):  # symbolic tracing has no values to check
+    # Symbolic tracing has no values to check; torch.jit.trace would warn of each that is looked at.
+    if isinstance(input, torch.fx.Proxy) or torch.jit.is_tracing():
         return F.batch_norm(
             input, running_mean, running_var, weight, bias, running_mean is None, momentum, eps
         )

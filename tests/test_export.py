@@ -133,7 +133,6 @@ def test_script_says_what_to_do_instead(layer, training):
 
 
 @scripting
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")  # the checks of the input's shape
 def test_trace_of_evaluation_is_torchs_batch_norm_and_can_be_scripted():
     model = build()
     expected = model(batch())

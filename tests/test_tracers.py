@@ -88,18 +88,18 @@ def symbolic_trace(model, x):
     return torch.fx.symbolic_trace(model), model
 
 
-TRACERS = [
-    export,
-    export_strict,
-    export_dynamic,
-    dynamo_export,
-    real_make_fx,
-    pre_dispatch_make_fx,
-    symbolic_make_fx,
-    aot_module,
-    pipeline,
-    symbolic_trace,
-]
+TRACERS = {
+    export: "torch.export",
+    export_strict: "torch.export(strict=True)",
+    export_dynamic: "torch.export with dynamic shapes",
+    dynamo_export: "torch._dynamo.export",
+    real_make_fx: "make_fx",
+    pre_dispatch_make_fx: "make_fx(pre_dispatch=True)",
+    symbolic_make_fx: 'make_fx(tracing_mode="symbolic")',
+    aot_module: "AOTAutograd's aot_module",
+    pipeline: "torch.distributed.pipelining.pipeline",
+    symbolic_trace: "torch.fx.symbolic_trace",
+}
 
 
 def build(**options):
@@ -141,12 +141,86 @@ def compare(rank, world_size, trace, options):
 OPTIONS = [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}]
 
 
+MARKED = [
+    pytest.param(
+        tracer.__name__,
+        id=tracer.__name__,
+        marks=pytest.mark.works(f"a graph recorded in training, differentiated: {name}"),
+    )
+    for tracer, name in TRACERS.items()
+]
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("trace", [tracer.__name__ for tracer in TRACERS])
+@pytest.mark.parametrize("trace", MARKED)
 def test_alone(trace, options):
     compare(0, 1, trace, options)
 
 
-@pytest.mark.parametrize("trace", [tracer.__name__ for tracer in TRACERS])
+@pytest.mark.parametrize("trace", MARKED)
 def test_in_a_group(compiling_ranks, trace):
     compiling_ranks.run(compare, trace, {})
+
+
+# torch's own: it looks at the gradients of what is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compiled_autograd():
+    """It traces the backward pass of an eager layer."""
+    from torch._dynamo import compiled_autograd
+
+    torch._dynamo.reset()
+    eager = build()
+    traced = copy.deepcopy(eager)
+    x = batch(0)
+
+    def compile(graph):
+        return torch.compile(graph, backend="aot_eager", fullgraph=True)
+
+    with compiled_autograd._enable(compile):
+        traced(x).pow(3).sum().backward()
+    eager(x).pow(3).sum().backward()
+    for actual, expected in zip(traced.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_exported_graph_of_a_lone_process_holds_torchs_operator():
+    graph, _ = export(build(), batch(0))
+    calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert "aten.batch_norm.default" in calls
+    assert not any("syncbn" in call for call in calls)
+
+
+def differentiate_twice(rank, world_size):
+    model = build()
+    graph, _ = export(model, batch(rank))
+    results = []
+    for run in (graph, model):
+        x = batch(rank).requires_grad_()
+        (grad,) = torch.autograd.grad(run(x).pow(3).sum(), x, create_graph=True)
+        results.append(torch.autograd.grad(grad.square().sum(), x)[0])
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)  # float64, the same formula
+
+
+def test_exported_graph_of_a_group_differentiates_twice(compiling_ranks):
+    compiling_ranks.run(differentiate_twice)
+
+
+def save_and_load(rank, world_size, folder):
+    model = build()
+    path = f"{folder}/{rank}.pt2"
+    torch.export.save(torch.export.export(model, (batch(rank),)), path)
+    graph = torch.export.load(path).module()
+    expected, actual = step(model, model, batch(rank)), step(graph, graph, batch(rank))
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-9, msg=name)
+
+
+def test_exported_graph_of_a_group_can_be_saved(compiling_ranks, tmp_path):
+    compiling_ranks.run(save_and_load, str(tmp_path))
+
+
+def test_bad_input_to_an_export_is_named():
+    layer = SyncBatchNorm(3)
+    layer._name = "body.bn1"
+    with pytest.raises(ValueError, match=r"3 channels .* but got 5 .*\[layer 'body\.bn1'\]"):
+        torch.export.export(layer, (torch.rand(4, 5),))
