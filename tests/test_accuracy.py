@@ -95,6 +95,6 @@ def test_variance_in_float64_is_as_good_as_its_message(shape, layout, mean):
     exact = wide.var(axes, ddof=1)
     error = np.abs(layer.running_var.cpu().numpy() - exact) / exact
     mean_square_in_variances = 1 + wide.mean(axes) ** 2 / wide.var(axes)
-    # Half an eps for each: the message, reading it, the product with n / (n - 1), and two for the
-    # sum of squares, whose terms are up to 1.25 times those around the mean.
-    assert (error <= 5 * np.finfo(np.float64).eps / 2 * mean_square_in_variances).all()
+    # Half an eps for each: the message, reading it, the product with n / (n - 1), and five for the
+    # sum of squares, whose terms are up to twice those around the mean.
+    assert (error <= 8 * np.finfo(np.float64).eps / 2 * mean_square_in_variances).all()

@@ -36,7 +36,7 @@ struct Moments {
 };
 
 // a * b, rounded. A compiler that fused it with a sum would round what is written to the message
-// and what is read from it differently. The baseline of x86-64 has no fused operations.
+// and what is read from it differently. On x86-64 the CPU operators run this unfused (simd.h).
 SYNCBN_HOST_DEVICE inline double rounded_product(double a, double b) {
 #if defined(__CUDA_ARCH__)
   return __dmul_rn(a, b);

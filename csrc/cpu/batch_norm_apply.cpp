@@ -46,34 +46,34 @@ struct PerChannel {
   double factor = 0;
   double largest_mean = 0;
   double largest_variance = 0;
-};
 
-// By value, which stores cannot change. Compiled for the baseline, so that the running statistics
-// have the same bits on ranks with different processors: others fuse products with sums.
-void compute_channels(const PerChannel p) {
-  SYNCBN_INDEPENDENT
-  for (int64_t c = 0; c < p.channels; ++c) {
-    const Moments moments = read_message(p.totals, p.channels, c);
-    p.means[c] = moments.mean;
-    p.invstds[c] = 1 / std::sqrt(moments.variance() + p.eps);
-    if (p.running_means != nullptr) {
-      update_running(p.running_means[c], p.running_variances[c], moments, p.factor, p.largest_mean,
-                     p.largest_variance);
+  template <typename Isa>
+  static SYNCBN_INLINE void run(const PerChannel* job) {
+    const PerChannel p = *job;
+    SYNCBN_INDEPENDENT
+    for (int64_t c = 0; c < p.channels; ++c) {
+      const Moments moments = read_message(p.totals, p.channels, c);
+      p.means[c] = moments.mean;
+      p.invstds[c] = 1 / std::sqrt(moments.variance() + p.eps);
+      if (p.running_means != nullptr) {
+        update_running(p.running_means[c], p.running_variances[c], moments, p.factor,
+                       p.largest_mean, p.largest_variance);
+      }
+    }
+    double* const centers = p.constants;
+    double* const scales = centers + p.channels;
+    double* const shifts = scales + p.channels;
+    SYNCBN_INDEPENDENT
+    for (int64_t c = 0; c < p.channels; ++c) {
+      const double center = p.in_float ? static_cast<float>(p.means[c]) : p.means[c];
+      const NormalizeConstants constants =
+          normalize_constants(p.means[c], center, p.invstds[c], p.weights[c], p.biases[c]);
+      centers[c] = constants.center;
+      scales[c] = constants.scale;
+      shifts[c] = constants.shift;
     }
   }
-  double* const centers = p.constants;
-  double* const scales = centers + p.channels;
-  double* const shifts = scales + p.channels;
-  SYNCBN_INDEPENDENT
-  for (int64_t c = 0; c < p.channels; ++c) {
-    const double center = p.in_float ? static_cast<float>(p.means[c]) : p.means[c];
-    const NormalizeConstants constants =
-        normalize_constants(p.means[c], center, p.invstds[c], p.weights[c], p.biases[c]);
-    centers[c] = constants.center;
-    scales[c] = constants.scale;
-    shifts[c] = constants.shift;
-  }
-}
+};
 
 // The batch's share in the running statistics, after counting the batch.
 double count_batch(std::optional<Tensor>& num_batches_tracked,
@@ -138,7 +138,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     job.largest_mean = largest_finite(running_mean->scalar_type());
     job.largest_variance = largest_finite(running_var->scalar_type());
   }
-  compute_channels(job);
+  run_unfused<PerChannel>(&job);  // ranks with different processors update alike
   if (updates) {
     store_channels(*running_mean, channels, running_means);
     store_channels(*running_var, channels, running_variances);

@@ -21,21 +21,33 @@
 namespace syncbn::cpu {
 namespace {
 
-constexpr int kSamples = 8;
+// Sums of floats are carried in more bits than the result has. Those of doubles are not: a center
+// off the mean costs accuracy, so that it is guessed from more values and rounded less.
+template <typename A>
+constexpr int kSamples = sizeof(A) == 4 ? 8 : 32;
+template <typename A>
+constexpr A kFineness = sizeof(A) == 4 ? 1 : 0.25;
+
+// The distance from the mean, squared and in variances, from which on a center is far. It
+// multiplies the error of the squares by 1 + kFar at most.
+template <typename A>
+constexpr double kFar = sizeof(A) == 4 ? 4 : 1;
 
 // The position of sample number `sample` of `count` positions.
+template <typename A>
 SYNCBN_INLINE int64_t sample_position(int sample, int64_t count) {
-  return count * (2 * sample + 1) / (2 * kSamples);
+  return count * (2 * sample + 1) / (2 * kSamples<A>);
 }
 
-// The multiples next to `x` of the largest powers of two that are no more than `spread`; x itself
-// if the spread is zero, and where the values are too large to be squared anyway.
+// The multiples next to `x` of kFineness times the largest powers of two that are no more than
+// `spread`; x itself if the spread is zero, and where the values are too large to be squared
+// anyway.
 template <typename A, typename Vector>
 SYNCBN_INLINE void round_to_multiples(Vector& x, const Vector& spread) {
   using Integers = decltype(x == x);
   constexpr int64_t kMantissa = sizeof(A) == 4 ? 23 : 52;
   constexpr A kLargest = sizeof(A) == 4 ? 1e30 : 1e280;
-  constexpr A kShift = 3 * (int64_t{1} << (kMantissa - 1));
+  constexpr A kShift = 3 * (int64_t{1} << (kMantissa - 1)) * kFineness<A>;
   const Integers exponents = (Integers)spread >> kMantissa << kMantissa;
   // Adding this leaves no bits for less than the power of two.
   const Vector large = spread < kLargest ? (Vector)exponents * kShift : Vector{};
@@ -63,12 +75,6 @@ struct SegmentMoments {
   bool center_is_far;  // from the mean
 };
 
-// The square of the distance from the mean, in variances, from which on a center is far. A center
-// at that distance multiplies the error of the squares by 1 + kFar. Sums of floats are carried in
-// more bits than the result has; those of doubles are not.
-template <typename A>
-constexpr double kFar = sizeof(A) == 4 ? 4 : 0.25;
-
 // From the sums of the `count` deviations from `center` and of their squares.
 template <typename A>
 SYNCBN_INLINE SegmentMoments moments_of_sums(double count, double center, double deviations,
@@ -89,14 +95,14 @@ struct PlanarMoments {
   using A = compute_t<T>;
 
   static SYNCBN_INLINE A guess(const T* x, const Geometry& geometry, const Item& item) {
-    A values[kSamples];
+    A values[kSamples<A>];
     A sum = 0;
-    for (int i = 0; i < kSamples; ++i) {
-      const int64_t position = item.begin + sample_position(i, item.length);
+    for (int i = 0; i < kSamples<A>; ++i) {
+      const int64_t position = item.begin + sample_position<A>(i, item.length);
       values[i] = to_compute(x[Runs(geometry, item.channel, position, 1).offset]);
       sum += values[i];
     }
-    const A mean = sum / kSamples;
+    const A mean = sum / kSamples<A>;
     A spread = 0;
     for (const A value : values) {
       spread = std::max(spread, std::abs(value - mean));
@@ -136,14 +142,14 @@ struct RowMoments {
     A lane_centers[kMaxColumns];
     A column_centers[kMaxColumns];
     for (int64_t pack = 0; pack < columns.packs(); ++pack) {
-      P values[kSamples];
+      P values[kSamples<A>];
       P center = P::zero();
-      for (int i = 0; i < kSamples; ++i) {
-        const int64_t row = item.begin + sample_position(i, item.length);
+      for (int i = 0; i < kSamples<A>; ++i) {
+        const int64_t row = item.begin + sample_position<A>(i, item.length);
         values[i] = columns.load_pack(x + row * stride + item.channel * geometry.inner, pack);
         center = center + values[i];
       }
-      center = center * P::broadcast(static_cast<A>(1) / kSamples);
+      center = center * P::broadcast(static_cast<A>(1) / kSamples<A>);
       P spread = P::zero();
       for (const P& value : values) {
         raise_to_absolute(spread.low, value.low - center.low);
@@ -191,27 +197,33 @@ struct RowMoments {
 };
 
 // Adds moments of `count` values in each channel to those of `before` values.
-void merge(int64_t channels, double before, double* mean, double* m2, double count,
-           const double* other_mean, const double* other_m2) {
-  SYNCBN_INDEPENDENT
-  for (int64_t c = 0; c < channels; ++c) {
-    Moments total{before, mean[c], m2[c]};
-    total.merge({count, other_mean[c], other_m2[c]});
-    mean[c] = total.mean;
-    m2[c] = total.m2;
+struct Merge {
+  template <typename Isa>
+  static SYNCBN_INLINE void run(int64_t channels, double before, double* mean, double* m2,
+                                double count, const double* other_mean, const double* other_m2) {
+    SYNCBN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      Moments total{before, mean[c], m2[c]};
+      total.merge({count, other_mean[c], other_m2[c]});
+      mean[c] = total.mean;
+      m2[c] = total.m2;
+    }
   }
-}
+};
 
-void write_message(double count, const double* means, const double* m2s, int64_t channels,
-                   double* message) {
-  SYNCBN_INDEPENDENT
-  for (int64_t c = 0; c < channels; ++c) {
-    const Sums sums = to_sums({count, means[c], m2s[c]});
-    message[c] = sums.values;
-    message[channels + c] = sums.squares;
+struct Message {
+  template <typename Isa>
+  static SYNCBN_INLINE void run(double count, const double* means, const double* m2s,
+                                int64_t channels, double* message) {
+    SYNCBN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      const Sums sums = to_sums({count, means[c], m2s[c]});
+      message[c] = sums.values;
+      message[channels + c] = sums.squares;
+    }
+    message[2 * channels] = count;
   }
-  message[2 * channels] = count;
-}
+};
 
 Tensor batch_norm_stats(const Tensor& input) {
   const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
@@ -239,14 +251,14 @@ Tensor batch_norm_stats(const Tensor& input) {
   for (int64_t segment = 1; segment < partition.segments; ++segment) {
     const int64_t before = segment * partition.segment_length;
     const int64_t count = std::min(partition.segment_length, partition.length - before);
-    merge(channels, static_cast<double>(before * values_per_unit), means.data(), m2s.data(),
-          static_cast<double>(count * values_per_unit), &means[segment * channels],
-          &m2s[segment * channels]);
+    run<Merge>(channels, static_cast<double>(before * values_per_unit), means.data(), m2s.data(),
+               static_cast<double>(count * values_per_unit), &means[segment * channels],
+               &m2s[segment * channels]);
   }
   Tensor message = allocate_vector(2 * channels + 1, ScalarType::Double, input);
   auto* values = static_cast<double*>(message.mutable_data_ptr());
-  write_message(static_cast<double>(geometry.per_channel()), means.data(), m2s.data(), channels,
-                values);
+  run_unfused<Message>(static_cast<double>(geometry.per_channel()), means.data(), m2s.data(),
+                       channels, values);
   return message;
 }
 

@@ -94,12 +94,31 @@ void run(Args... args) {
   }
 }
 
+template <typename Kernel, typename... Args>
+__attribute__((target("avx2"), noinline)) void run_avx2_without_fma(Args... args) {
+  Kernel::template run<Avx2>(args...);
+}
+
+// Without instructions that fuse a product and a sum: the same bits on every processor.
+template <typename Kernel, typename... Args>
+void run_unfused(Args... args) {
+  if (simd_level() == SimdLevel::kBaseline) {
+    return Kernel::template run<Baseline>(args...);
+  }
+  run_avx2_without_fma<Kernel>(args...);
+}
+
 #else
 
 inline const char* instruction_set() { return "DEFAULT"; }
 
 template <typename Kernel, typename... Args>
 void run(Args... args) {
+  Kernel::template run<Baseline>(args...);
+}
+
+template <typename Kernel, typename... Args>
+void run_unfused(Args... args) {
   Kernel::template run<Baseline>(args...);
 }
 
