@@ -231,7 +231,7 @@ def _(
     vectors = (weight, bias, running_mean, running_var)
     numbers = (num_batches_tracked, momentum, eps)
     group, layer = _group(group_name), layer_name
-    exchange.check_training(input, num_features, *vectors, *numbers, group, layer)
+    exchange.prepare(input, num_features, *vectors, *numbers, group, layer)
     raise AssertionError("the graph was compiled for arguments that fail a check")
 
 

@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from syncbn import checks, collectives
+from syncbn import checks, collectives, layout
 from syncbn.collectives import ProcessGroup
 
 __all__ = [
     "Layer",
     "check_same_channels",
-    "check_training",
     "guard",
+    "prepare",
     "sum_over_ranks",
     "with_place",
 ]
@@ -70,7 +70,7 @@ class guard:
             raise with_place(error, self.layer, self.group) from None
 
 
-def check_training(
+def prepare(
     input: Tensor,
     num_features: int | None,
     weight: Tensor | None,
@@ -82,11 +82,11 @@ def check_training(
     eps: float,
     group: ProcessGroup | None,
     layer: Layer,
-) -> None:
-    """As :func:`syncbn.checks.check_training`; a rank that fails a check withdraws.
+) -> Tensor:
+    """Return the input, dense, after :func:`syncbn.checks.check_training`.
 
-    Raises:
-        NotImplementedError: Also under DistributedDataParallel.join(), on all ranks.
+    A rank that fails a check, or runs out of memory, withdraws. All ranks raise NotImplementedError
+    under DistributedDataParallel.join().
     """
     vectors = (weight, bias, running_mean, running_var)
     with guard(group, layer, input, num_features, vectors):
@@ -100,11 +100,13 @@ def check_training(
             eps,
             alone=group is None,
         )
+        dense = layout.as_dense(input)
     if group is not None:
         try:
             collectives.check_join()
         except NotImplementedError as error:
             raise with_place(error, layer, group) from None
+    return dense
 
 
 def check_same_channels(group: ProcessGroup, input: Tensor, layer: Layer) -> None:

@@ -30,7 +30,7 @@ def train(
     """As :func:`syncbn.functional.train`: alone torch's own operator, in a group one of ours."""
     vectors = (weight, bias, running_mean, running_var)
     numbers = (num_batches_tracked, momentum, eps)
-    exchange.check_training(input, num_features, *vectors, *numbers, group, layer)
+    exchange.prepare(input, num_features, *vectors, *numbers, group, layer)
     if group is None:
         return local.train(
             input, running_mean, running_var, num_batches_tracked, weight, bias, momentum, eps
@@ -92,19 +92,15 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    input, weight, mean, invstd, count = ctx.saved_tensors
+    input, *others = ctx.saved_tensors
     gradients = passes.backward(
         grad_output,
-        layout.as_dense(input),
-        weight,
+        (layout.as_dense(input), *others),
         ctx.bias_dtype,
-        mean,
-        invstd,
-        count,
         ctx.eps,
         collectives.group_named(ctx.group_name),
         "",
-        needs_grad_input=ctx.needs_input_grad[0],
+        ctx.needs_input_grad[0],
     )
     return *gradients, None, None
 

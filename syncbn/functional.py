@@ -13,7 +13,6 @@ from syncbn import (
     compiled,
     exchange,
     exported,
-    layout,
     local,
     passes,
     tracing,
@@ -21,6 +20,8 @@ from syncbn import (
 from syncbn.collectives import ProcessGroup
 
 __all__ = ["sync_batch_norm"]
+
+is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 def sync_batch_norm(
@@ -102,7 +103,7 @@ def evaluate(
     The operator is torch's own, so that exporters and compilers see what they know.
     """
     # Symbolic tracing has no values to check; torch.jit.trace would warn of each that is looked at.
-    if isinstance(input, torch.fx.Proxy) or torch.jit.is_tracing():
+    if isinstance(input, torch.fx.Proxy) or is_tracing():
         return F.batch_norm(
             input, running_mean, running_var, weight, bias, running_mean is None, momentum, eps
         )
@@ -142,12 +143,10 @@ def train(
         return exported.train(input, num_features, *vectors, *numbers, group, layer)
     if torch.compiler.is_compiling():
         return compiled.train(input, num_features, *vectors, *numbers, group, layer)
-    exchange.check_training(input, num_features, *vectors, *numbers, group, layer)
+    # Out here, where autograd sees it: higher derivatives go through what is saved.
+    dense = exchange.prepare(input, num_features, *vectors, *numbers, group, layer)
     if group is not None:
         exchange.check_same_channels(group, input, layer)
-    with exchange.guard(group, layer, input):
-        # Out here, where autograd sees it: higher derivatives go through what is saved.
-        dense = layout.as_dense(input)
     running: passes.Running = (
         running_mean,
         running_var,
@@ -209,18 +208,13 @@ class SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
-        input, weight, mean, invstd, count = ctx.saved_tensors
         gradients = passes.backward(
             grad_output,
-            input,
-            weight,
+            ctx.saved_tensors,
             ctx.bias_dtype,
-            mean,
-            invstd,
-            count,
             ctx.eps,
             ctx.group,
             ctx.layer,
-            needs_grad_input=ctx.needs_input_grad[0],
+            ctx.needs_input_grad[0],
         )
         return *gradients, *_NO_GRADIENTS

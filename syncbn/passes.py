@@ -65,23 +65,20 @@ def forward(
 
 def backward(
     grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor | None,
+    saved: tuple[Tensor, ...],
     bias_dtype: torch.dtype | None,
-    mean: Tensor,
-    invstd: Tensor,
-    count: Tensor,
     eps: float,
     group: ProcessGroup | None,
     layer: exchange.Layer,
-    *,
     needs_grad_input: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias; those of a bias of None is None.
+    """Return the gradients of input, weight and bias; None for what is None or not needed.
 
-    Joins its collective whether or not the input needs a gradient: that may differ between ranks,
-    and a rank that stayed away would hang the others.
+    ``saved`` is what forward had or returned: input, weight, mean, invstd, count. Joins its
+    collective whether or not the input needs a gradient: that may differ between ranks, and a rank
+    that stayed away would hang the others.
     """
+    input, weight, mean, invstd, count = saved
     weight_dtype = torch.float64 if weight is None else weight.dtype
     grad_input: Tensor | None = None
     # Inside a backward pass, gradients are recorded exactly under create_graph=True.

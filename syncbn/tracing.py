@@ -1,10 +1,14 @@
 """Who runs the layer: a program, a tracer that records it, or a recomputation."""
 
 import torch
-from torch._C import _TorchDispatchModeKey
-from torch._ops import _get_dispatch_mode_pre_dispatch
 
 __all__ = ["is_recomputation", "is_recorded"]
+
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_RECORDING_MODES = (
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
 
 
 def is_recorded() -> bool:
@@ -18,11 +22,11 @@ def is_recorded() -> bool:
         return True
     if torch.compiler.is_compiling():
         return False
-    return (
-        torch._C._get_dispatch_mode(_TorchDispatchModeKey.PROXY) is not None
-        or torch._C._get_dispatch_mode(_TorchDispatchModeKey.FUNCTIONAL) is not None
-        or _get_dispatch_mode_pre_dispatch(_TorchDispatchModeKey.PROXY) is not None
-    )
+    if torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH):
+        return True
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return False
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _RECORDING_MODES)
 
 
 def is_recomputation() -> bool:
