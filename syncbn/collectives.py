@@ -76,7 +76,8 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
         TypeError: It is not a group.
         ValueError: This rank is not a member of the group.
     """
-    if not _AVAILABLE or not dist.is_initialized():
+    # A group that is given needs no default group beside it.
+    if not _AVAILABLE or (process_group is None and not dist.is_initialized()):
         return None
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, ProcessGroup):
@@ -91,8 +92,18 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def group_named(name: str) -> ProcessGroup:
-    """Return the group of this name, which a graph holds in place of the group."""
-    group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore
+    """Return the group of this name, which a graph holds in place of the group.
+
+    Raises:
+        RuntimeError: torch.distributed knows no group of this name.
+    """
+    try:
+        group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"torch.distributed knows no group of the name {name!r}; a compiled or exported layer "
+            "needs a process group that torch.distributed.new_group has made"
+        ) from error
     return group
 
 

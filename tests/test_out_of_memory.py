@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from ranks import Ranks
 
 from syncbn import SyncBatchNorm, _extension, ops
@@ -42,6 +43,7 @@ def test_operator_says_it_in_torchs_words(name):
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     said = "DefaultCPUAllocator: can't allocate memory: syncbn tried to allocate 268435456 bytes"
     assert result.stdout.strip() == said, result.stderr
+    assert should_reduce_batch_size(RuntimeError(said))
 
 
 def run_out(*args):
@@ -55,8 +57,9 @@ STAGES = ["stats", "apply", "backward_reduce", "backward_apply"]
 def test_class_on_cuda_is_torchs(stage, monkeypatch):
     monkeypatch.setattr(ops, f"_batch_norm_{stage}", run_out)
     x = torch.rand(4, 3, requires_grad=True)
-    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. syncbn tried"):
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. syncbn") as error:
         SyncBatchNorm(3)(x).sum().backward()
+    assert should_reduce_batch_size(error.value)
 
 
 def run_out_on_one_rank(rank, world_size, stage):
