@@ -98,7 +98,8 @@ def group_named(name: str) -> ProcessGroup:
         RuntimeError: torch.distributed knows no group of this name.
     """
     try:
-        group: ProcessGroup = distributed_c10d._resolve_process_group(name)  # type: ignore
+        resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        group: ProcessGroup = resolve(name)
     except RuntimeError as error:
         raise RuntimeError(
             f"torch.distributed knows no group of the name {name!r}; a compiled or exported layer "

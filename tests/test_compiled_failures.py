@@ -1,0 +1,103 @@
+"""Failures of compiled layers: the words of eager ones, on all ranks, also with fullgraph=True."""
+
+import os
+
+import pytest
+import torch
+from ranks import Ranks
+from torch import nn
+
+from syncbn import SyncBatchNorm, convert_sync_batchnorm
+
+# torch's own: dynamo makes a Function.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+def compiled(model):
+    torch._dynamo.reset()
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def fail_on_one_rank(rank, world_size):
+    """Rank 0 gets a bad input in eager mode, rank 1 is compiled."""
+    model = convert_sync_batchnorm(nn.Sequential(nn.Conv1d(3, 5, 1), nn.BatchNorm1d(5)))
+    fast = compiled(model) if rank == 1 else model
+    for step_number in range(2):
+        x = torch.rand(4, 3, 5)
+        if step_number == 1 and rank == 0:
+            model[1](x)  # which has three channels and not five
+        fast(x)
+
+
+def test_compiled_rank_hears_of_an_eager_ranks_bad_input():
+    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
+        bad, other = ranks.outcomes(fail_on_one_rank)
+    assert bad.kind == "ValueError" and "[layer " in bad.message
+    assert other.kind == "RuntimeError"
+    assert "another rank of the process group withdrew from this forward pass" in other.message
+
+
+def test_bad_input_to_a_compiled_layer_is_named():
+    torch._dynamo.reset()
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+    with pytest.raises(ValueError, match=r"expected input to have 3 channels .*\[layer '0'\]"):
+        torch.compile(model, backend="aot_eager")(torch.rand(2, 4, 3, 3))
+
+
+def fail_in_one_graph(rank, world_size, bad):
+    """All ranks are compiled; what rank 1 gets is bad from the first step or from the second on."""
+    model = convert_sync_batchnorm(nn.Sequential(nn.Identity(), nn.BatchNorm1d(3)))
+    fast = compiled(model)
+    if bad != "at first":
+        fast(torch.rand(4, 3, 5))
+    fast(torch.rand(4, 3 + rank, 5))
+
+
+@pytest.mark.parametrize("bad", ["at first", "later"])
+def test_bad_input_to_one_compiled_rank_fails_all_in_words(bad):
+    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
+        other, failed = ranks.outcomes(fail_in_one_graph, bad)
+    assert failed.kind == "ValueError"
+    assert "expected input to have 3 channels (num_features), but got 4" in failed.message
+    assert "[layer '1', rank 1 of 2]" in failed.message
+    assert other.kind == "RuntimeError"
+    assert "another rank of the process group withdrew" in other.message
+    assert "[rank 0 of 2]" in other.message
+
+
+def disagree_in_one_graph(rank, world_size):
+    model = SyncBatchNorm(3 + rank)
+    compiled(model)(torch.rand(4, 3 + rank, 5))
+
+
+def test_compiled_ranks_with_different_channels_fail_in_words():
+    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
+        outcomes = ranks.outcomes(disagree_in_one_graph)
+    kinds = sorted(outcome.kind for outcome in outcomes)
+    assert kinds == ["RuntimeError", "ValueError"]
+    text = "".join(outcome.message for outcome in outcomes)
+    assert "expected the same channels on all ranks" in text
+    assert "another rank of the process group withdrew" in text
+
+
+def die_in_one_graph(rank, world_size, direction):
+    model = SyncBatchNorm(3)
+    fast = compiled(model)
+    x = torch.rand(4, 3, 5, requires_grad=True)
+    fast(x).sum().backward()
+    if rank == 1 and direction == "forward":
+        os._exit(3)
+    y = fast(x)
+    if rank == 1:
+        os._exit(3)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_compiled_rank_says_in_words_that_another_died(direction):
+    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
+        survivor, dead = ranks.outcomes(die_in_one_graph, direction)
+    assert dead.kind == "died" and dead.message == "exit code 3"
+    assert survivor.kind == "RuntimeError"
+    assert f"the {direction} all-reduce of a SyncBatchNorm layer failed" in survivor.message
+    assert "[rank 0 of 2]" in survivor.message
