@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import checks, collectives, exchange, layout, ops, passes, tracing
+from syncbn import checks, collectives, exchange, layout, ops, tracing
 from syncbn.collectives import ProcessGroup
 
 __all__ = ["train", "update_running"]
@@ -30,13 +30,20 @@ def train(
     eps: float,
     group: ProcessGroup | None,
     layer: exchange.Layer,
-) -> Tensor:
-    """As :func:`syncbn.functional.train`, to be traced by torch.compile."""
+) -> Tensor | None:
+    """As :func:`syncbn.functional.train`, to be traced by torch.compile.
+
+    Returns:
+        None where the arguments fail a check, or seem to, and fit into no graph.
+    """
     checks.check_no_transform()
     group_name = None if group is None else group.group_name
     vectors = (weight, bias, running_mean, running_var)
     numbers = (num_batches_tracked, momentum, eps)
     if not _is_valid(input, num_features, *vectors, *numbers, alone=group is None):
+        others = (*vectors, num_batches_tracked)
+        if input is None or not _fits_operator((input, *others), (momentum, eps)):
+            return None
         # When the graph runs, in the words and with the withdrawal of an eager layer.
         name = layer if isinstance(layer, str) else layer._name
         failed: Tensor = torch.ops.syncbn.compiled_check.default(
@@ -89,6 +96,19 @@ def _is_valid(
     return True
 
 
+def _fits_operator(tensors: tuple[object, ...], numbers: tuple[object, ...]) -> bool:
+    """Whether compiled_check takes these. On meta its fake kernel would run in its place."""
+    for tensor in tensors:
+        if tensor is not None and not (
+            isinstance(tensor, Tensor)
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and tensor.device.type != "meta"
+        ):
+            return False
+    return all(number is None or type(number) in (int, float) for number in numbers)
+
+
 class CompiledSyncBatchNormFunction(torch.autograd.Function):
     """As :class:`syncbn.functional.SyncBatchNormFunction`, to be traced by torch.compile.
 
@@ -113,6 +133,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         # The compiler merges calls with equal arguments. Eager ranks would wait for the other one.
         call = torch.empty(0)
         totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group_name, call)
+        totals = _sum_over_ranks(totals, group_name, "forward")
         mean, invstd, count = update_running(
             totals,
             running_mean,
@@ -147,8 +168,8 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             invstd,
             torch.float64 if weight is None else weight.dtype,
             ctx.bias_dtype or torch.float64,
-            ctx.group_name,
         )
+        sums = _sum_over_ranks(sums, ctx.group_name, "backward")
         grad_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
             dtype = _compute_dtype(input)
@@ -166,6 +187,16 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             None if ctx.bias_dtype is None else grad_bias,
             *(None,) * 6,
         )
+
+
+def _sum_over_ranks(message: Tensor, group_name: str | None, direction: str) -> Tensor:
+    """Sum a message by operators of torch's, which compilers keep, all of them and in order."""
+    if group_name is None:
+        return message
+    reduced = torch.ops._c10d_functional.all_reduce.default(message, "sum", group_name)
+    reduced = torch.ops.syncbn.compiled_wait.default(reduced, group_name, direction)
+    summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(reduced)
+    return summed
 
 
 def update_running(
@@ -247,7 +278,6 @@ def _no_gradients(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
 torch.library.register_autograd("syncbn::compiled_check", _no_gradients)
 
 
-# What ranks exchange goes with the sums, so that its failure has words.
 _library.define(
     "compiled_stats(Tensor input, str? group_name, Tensor call) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
@@ -258,16 +288,33 @@ _library.define(
 def _(input: Tensor, group_name: str | None, call: Tensor) -> Tensor:
     group = _group(group_name)
     if group is not None:
-        collectives.check_join()
-        exchange.check_same_channels(group, input, layer="")
+        exchange.meet(group, input, layer="")
     with exchange.guard(group, "", input):
-        dense = layout.as_dense(input)
-    return passes.sum_statistics(dense, group, layer="")
+        return ops.batch_norm_stats(layout.as_dense(input))
 
 
 @torch.library.register_fake("syncbn::compiled_stats")
 def _(input: Tensor, group_name: str | None, call: Tensor) -> Tensor:
     return ops.batch_norm_stats(input)
+
+
+# Waits for a collective, whose failure it puts into words.
+_library.define("compiled_wait(Tensor reduced, str group_name, str direction) -> Tensor")
+
+
+@torch.library.impl(_library, "compiled_wait", "CompositeExplicitAutograd")
+def _(reduced: Tensor, group_name: str, direction: str) -> Tensor:
+    try:
+        waited: Tensor = torch.ops._c10d_functional.wait_tensor.default(reduced)
+    except RuntimeError as error:
+        group = collectives.group_named(group_name)
+        raise exchange.communication_error(error, group, "", direction) from error
+    return waited.clone()  # an operator returns what is new
+
+
+@torch.library.register_fake("syncbn::compiled_wait")
+def _(reduced: Tensor, group_name: str, direction: str) -> Tensor:
+    return torch.empty_like(reduced)
 
 
 def _group(name: str | None) -> ProcessGroup | None:
@@ -326,7 +373,7 @@ def _(
 
 _library.define(
     "compiled_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-    "ScalarType weight_dtype, ScalarType bias_dtype, str? group_name) "
+    "ScalarType weight_dtype, ScalarType bias_dtype) "
     "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
     tags=(torch.Tag.flexible_layout,),
 )
@@ -340,13 +387,11 @@ def _(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     input = layout.as_dense(input)
     grad_output = layout.as_dense(grad_output, like=input)
-    dtypes = (weight_dtype, bias_dtype)
-    return passes.sum_gradients(
-        grad_output, input, mean, invstd, *dtypes, _group(group_name), layer=""
+    return ops.batch_norm_backward_reduce(
+        grad_output, input, mean, invstd, weight_dtype, bias_dtype
     )
 
 
@@ -358,7 +403,6 @@ def _(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    group_name: str | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return ops.batch_norm_backward_reduce(
         grad_output, input, mean, invstd, weight_dtype, bias_dtype

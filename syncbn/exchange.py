@@ -11,8 +11,9 @@ from syncbn.collectives import ProcessGroup
 
 __all__ = [
     "Layer",
-    "check_same_channels",
+    "communication_error",
     "guard",
+    "meet",
     "prepare",
     "sum_over_ranks",
     "with_place",
@@ -85,8 +86,7 @@ def prepare(
 ) -> Tensor:
     """Return the input, dense, after :func:`syncbn.checks.check_training`.
 
-    A rank that fails a check, or runs out of memory, withdraws. All ranks raise NotImplementedError
-    under DistributedDataParallel.join().
+    A rank that fails a check, or runs out of memory, withdraws.
     """
     vectors = (weight, bias, running_mean, running_var)
     with guard(group, layer, input, num_features, vectors):
@@ -101,20 +101,25 @@ def prepare(
             alone=group is None,
         )
         dense = layout.as_dense(input)
-    if group is not None:
-        try:
-            collectives.check_join()
-        except NotImplementedError as error:
-            raise with_place(error, layer, group) from None
     return dense
 
 
-def check_same_channels(group: ProcessGroup, input: Tensor, layer: Layer) -> None:
-    """Raise ValueError if another rank's forward message to this group has another size."""
+def meet(group: ProcessGroup, input: Tensor, layer: Layer) -> None:
+    """Check that the ranks of a forward pass can meet in its collective.
+
+    Raises:
+        NotImplementedError: Under DistributedDataParallel.join(), on all ranks.
+        RuntimeError: The ranks cannot compare their sizes.
+        ValueError: Another rank's message to this group has another size.
+    """
+    try:
+        collectives.check_join()
+    except NotImplementedError as error:
+        raise with_place(error, layer, group) from None
     try:
         other = collectives.find_size_mismatch(group, message_size(input.size(1)), input.device)
     except RuntimeError as error:
-        raise _communication_error(error, group, layer, "forward") from error
+        raise communication_error(error, group, layer, "forward") from error
     if other is not None:
         collectives.withdraw(group, other, input.device)
         raise ValueError(
@@ -137,7 +142,7 @@ def sum_over_ranks(message: Tensor, group: ProcessGroup, layer: Layer, direction
         if "Batching rule not implemented" in str(error):
             words = "gradients of several ranks cannot be batched; leave out is_grads_batched=True"
             raise with_place(NotImplementedError(words), layer, group) from error
-        raise _communication_error(error, group, layer, direction) from error
+        raise communication_error(error, group, layer, direction) from error
 
 
 def with_place(error: Exception, layer: Layer, group: ProcessGroup | None) -> Exception:
@@ -158,9 +163,10 @@ def _place(layer: Layer, group: ProcessGroup | None) -> str:
     return f" [{known}]" if known else ""
 
 
-def _communication_error(
+def communication_error(
     error: RuntimeError, group: ProcessGroup, layer: Layer, direction: str
 ) -> RuntimeError:
+    """Return the error of a collective that failed, with what may have happened and where."""
     return RuntimeError(
         f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has failed, "
         "left, did not come in time or runs another layer; look at the first error of the other "

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import collectives, compiled, exchange, layout, local, passes
+from syncbn import collectives, compiled, exchange, layout, local, passes, tracing
 from syncbn.collectives import ProcessGroup
 
 __all__ = ["train"]
@@ -31,6 +31,12 @@ def train(
     vectors = (weight, bias, running_mean, running_var)
     numbers = (num_batches_tracked, momentum, eps)
     exchange.prepare(input, num_features, *vectors, *numbers, group, layer)
+    if not torch.compiler.is_compiling() and tracing.is_recomputation():
+        # What it recomputes has been recorded with its update; this one goes nowhere.
+        running_mean, running_var, num_batches_tracked = (
+            None if tensor is None else tensor.clone()
+            for tensor in (running_mean, running_var, num_batches_tracked)
+        )
     if group is None:
         return local.train(
             input, running_mean, running_var, num_batches_tracked, weight, bias, momentum, eps
@@ -64,7 +70,7 @@ def _(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     group = collectives.group_named(group_name)
-    exchange.check_same_channels(group, input, layer="")
+    exchange.meet(group, input, layer="")
     with exchange.guard(group, "", input):
         dense = layout.as_dense(input)
     running: passes.Running = (None, None, None, 0.0)

@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 import torch.fx
-import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn import (
@@ -104,9 +103,8 @@ def evaluate(
     """
     # Symbolic tracing has no values to check; torch.jit.trace would warn of each that is looked at.
     if isinstance(input, torch.fx.Proxy) or is_tracing():
-        return F.batch_norm(
-            input, running_mean, running_var, weight, bias, running_mean is None, momentum, eps
-        )
+        vectors = (running_mean, running_var, weight, bias)
+        return local.batch_norm(input, vectors, running_mean is None, momentum, eps)
     try:
         checks.check_evaluation(input, num_features, weight, bias, running_mean, running_var, eps)
     except (TypeError, ValueError) as error:
@@ -141,12 +139,29 @@ def train(
     numbers = (num_batches_tracked, momentum, eps)
     if tracing.is_recorded():
         return exported.train(input, num_features, *vectors, *numbers, group, layer)
+    output: Tensor
     if torch.compiler.is_compiling():
-        return compiled.train(input, num_features, *vectors, *numbers, group, layer)
+        traced = compiled.train(input, num_features, *vectors, *numbers, group, layer)
+        if traced is not None:
+            return traced
+        output = _train_uncompiled(
+            input,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            weight,
+            bias,
+            momentum,
+            eps,
+            process_group,
+            layer=layer,
+            num_features=num_features,
+        )
+        return output
     # Out here, where autograd sees it: higher derivatives go through what is saved.
     dense = exchange.prepare(input, num_features, *vectors, *numbers, group, layer)
     if group is not None:
-        exchange.check_same_channels(group, input, layer)
+        exchange.meet(group, input, layer)
     running: passes.Running = (
         running_mean,
         running_var,
@@ -155,13 +170,17 @@ def train(
     )
     if tracing.is_recomputation():
         running = (None, None, None, 0.0)
-    output: Tensor = SyncBatchNormFunction.apply(
-        dense, weight, bias, running, float(eps), group, layer
-    )
+    output = SyncBatchNormFunction.apply(dense, weight, bias, running, float(eps), group, layer)
     return output
 
 
 torch.fx.wrap("train")  # symbolic tracing records the call
+
+_train_uncompiled = torch.compiler.disable(
+    train,
+    reason="a SyncBatchNorm layer got arguments that fit into no graph; uncompiled, or without "
+    "fullgraph=True, it says what is wrong with them, if anything is",
+)
 
 
 # For running, eps, group and layer.

@@ -28,6 +28,8 @@ def _memory_format(tensor: Tensor) -> torch.memory_format:
     if tensor.dim() not in _CHANNELS_LAST:
         return torch.contiguous_format
     channels_last, order = _CHANNELS_LAST[tensor.dim()]
+    if tensor.is_contiguous(memory_format=channels_last):  # with any strides of a size of one
+        return channels_last
     least = 0
     for dim in order:
         size, stride = tensor.size(dim), tensor.stride(dim)

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["evaluate", "train"]
+from syncbn import checks
+
+__all__ = ["batch_norm", "evaluate", "train"]
 
 
 Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -24,7 +26,7 @@ def evaluate(
 ) -> Tensor:
     """Normalize by the running statistics or, without them, by those of the batch."""
     vectors = _of_torchs_dtypes(input, (running_mean, running_var, weight, bias))
-    return _batch_norm(input, vectors, running_mean is None, momentum, eps)
+    return batch_norm(input, vectors, running_mean is None, momentum, eps)
 
 
 def train(
@@ -48,12 +50,12 @@ def train(
             share = 1 / num_batches_tracked.double()
     vectors = _of_torchs_dtypes(input, (running_mean, running_var, weight, bias))
     if running_mean is None or running_var is None:
-        return _batch_norm(input, vectors, True, 0.0, eps)
+        return batch_norm(input, vectors, True, 0.0, eps)
     if not isinstance(share, Tensor) and vectors[0] is running_mean and vectors[1] is running_var:
-        return _batch_norm(input, vectors, True, share, eps)
+        return batch_norm(input, vectors, True, share, eps)
     # The operator takes no tensor for a momentum and updates no copies: it gives the batch's own.
     batch = [torch.zeros_like(v) for v in vectors[:2] if v is not None]
-    output = _batch_norm(input, (batch[0], batch[1], *vectors[2:]), True, 1.0, eps)
+    output = batch_norm(input, (batch[0], batch[1], *vectors[2:]), True, 1.0, eps)
     for running, of_batch in zip((running_mean, running_var), batch, strict=True):
         old = running.double()
         running.copy_(old + (of_batch.double() - old) * share)
@@ -74,11 +76,14 @@ def _of_torchs_dtypes(input: Tensor, vectors: Vectors) -> Vectors:
     return mean, var, weight, bias
 
 
-def _batch_norm(
+def batch_norm(
     input: Tensor, vectors: Vectors, training: bool, momentum: float, eps: float
 ) -> Tensor:
+    """Call torch's operator; ``vectors`` are running_mean, running_var, weight and bias."""
     running_mean, running_var, weight, bias = vectors
     if eps == 0:  # which F.batch_norm refuses, on torch 2.15 in training alone
+        if training and isinstance(input, Tensor):
+            checks.check_more_than_one_value(input)
         cudnn = torch.backends.cudnn.enabled
         return torch.batch_norm(
             input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn

@@ -84,7 +84,7 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_backward_apply": (x.clone(), x, mean, var, vector, sums, totals[-1:].clone()),
         "compiled_stats": (x, None, torch.empty(0)),
         "compiled_update": (totals, *running, None, 1e-5, x.dtype, None),
-        "compiled_backward_reduce": (x.clone(), x, mean, var, *dtypes, None),
+        "compiled_backward_reduce": (x.clone(), x, mean, var, *dtypes),
         "compiled_materialize": (vector,),
     }[name]
 

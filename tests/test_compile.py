@@ -451,3 +451,34 @@ def collectives_of_twins(rank, world_size, backend):
     x = batch(rank, (4, 3), 5, 0).requires_grad_()
     step(fast, x)
     return all_reduces(model, x), all_reduces(fast, x)
+
+
+class Branches(nn.Module):
+    """Layers of other widths side by side, one of which nothing needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(3, 4 + i, 1) for i in range(6))
+        self.layers = nn.ModuleList(nn.BatchNorm2d(4 + i) for i in range(6))
+        self.unused = nn.BatchNorm2d(3, track_running_stats=False)
+
+    def forward(self, x):
+        self.unused(x)
+        pairs = zip(self.convolutions, self.layers, strict=True)
+        return sum(layer(convolution(x)).mean(1) for convolution, layer in pairs)
+
+
+def collectives_of_branches(rank, world_size, backend):
+    model = build("Branches")
+    fast = compiled(model, Backend(backend))
+    x = batch(rank, (4, 3), 5, 0)
+    step(fast, x)
+    return all_reduces(model, x), all_reduces(fast, x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_collectives_keep_their_order_and_none_is_dropped(compiling_ranks, backend):
+    """Ranks of which only some compile would add up messages of other layers."""
+    for eager, fast in compiling_ranks.run(collectives_of_branches, backend):
+        assert eager[:7] == [7, 9, 11, 13, 15, 17, 19]
+        assert fast == eager

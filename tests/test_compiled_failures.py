@@ -1,7 +1,9 @@
 """Failures of compiled layers: the words of eager ones, on all ranks, also with fullgraph=True."""
 
+import copy
 import os
 
+import numpy as np
 import pytest
 import torch
 from ranks import Ranks
@@ -101,3 +103,39 @@ def test_compiled_rank_says_in_words_that_another_died(direction):
     assert survivor.kind == "RuntimeError"
     assert f"the {direction} all-reduce of a SyncBatchNorm layer failed" in survivor.message
     assert "[rank 0 of 2]" in survivor.message
+
+
+def meta_buffer_on_one_rank(rank, world_size):
+    layer = SyncBatchNorm(3)
+    if rank == 1:
+        layer.running_mean = layer.running_mean.to("meta")
+    torch._dynamo.reset()
+    torch.compile(layer, backend="aot_eager")(torch.rand(4, 3))
+
+
+def test_buffer_on_meta_is_no_kernel_of_meta():
+    with Ranks(2, case_seconds=60) as ranks:
+        other, failed = ranks.outcomes(meta_buffer_on_one_rank)
+    assert failed.kind == "ValueError" and "running_mean to be on cpu" in failed.message
+    assert "another rank of the process group withdrew" in other.message
+
+
+@pytest.mark.parametrize("bad", [None, 3.0, "text"])
+def test_input_that_fits_into_no_graph(bad):
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+    torch._dynamo.reset()
+    with pytest.raises(TypeError, match=r"expected input to be a torch\.Tensor.*\[layer '0'\]"):
+        torch.compile(model, backend="aot_eager")(bad)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="fit into no graph; uncompiled"):
+        compiled(model)(bad)
+
+
+# torch's own: it looks at the gradients of what is no leaf.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_numpy_numbers_run_uncompiled():
+    eager = SyncBatchNorm(3, eps=np.float64(1e-5), momentum=np.float64(0.1))
+    model = copy.deepcopy(eager)
+    torch._dynamo.reset()
+    x = torch.rand(4, 3)
+    assert torch.equal(torch.compile(model, backend="aot_eager")(x), eager(x))
+    assert torch.equal(model.running_mean, eager.running_mean)

@@ -60,6 +60,13 @@ def test_output_of_a_compiled_layer():
         assert layer(x).stride() == F.batch_norm(x, None, None, training=True).stride()
 
 
+def test_sizes_of_one_have_no_place_in_the_order():
+    x = torch.rand(4).as_strided((1, 2, 1, 2), (4, 1, 1, 2))
+    layer = SyncBatchNorm(2)
+    for training in (True, False):
+        assert layer.train(training)(x).is_contiguous(memory_format=torch.channels_last)
+
+
 def test_output_can_be_viewed_as_torchs():
     x = torch.randn(8, 50, 16).transpose(1, 2)
     for training in (True, False):

@@ -298,3 +298,12 @@ def test_gradients_of_weight_and_bias_have_their_own_dtypes(compile):
     run(x).backward(torch.ones_like(x))
     assert layer.weight.grad.dtype == torch.float16 and layer.bias.grad.dtype == torch.float32
     assert layer.bias.grad.tolist() == [70000, 70000]
+
+
+def test_eps_of_zero_needs_more_than_one_value_and_can_be_traced():
+    layer = SyncBatchNorm(3, eps=0.0, track_running_stats=False).eval()
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        layer(torch.rand(1, 3))
+    layer = SyncBatchNorm(3, eps=0.0).eval()
+    x = make_input((4, 3, 5), "contiguous", torch.float32)
+    assert torch.equal(torch.fx.symbolic_trace(layer)(x), layer(x))

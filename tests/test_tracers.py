@@ -6,8 +6,11 @@ import re
 import pytest
 import torch
 from cases import make_input
+from ranks import Ranks
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from syncbn import SyncBatchNorm
 
@@ -224,3 +227,35 @@ def test_bad_input_to_an_export_is_named():
     layer._name = "body.bn1"
     with pytest.raises(ValueError, match=r"3 channels .* but got 5 .*\[layer 'body\.bn1'\]"):
         torch.export.export(layer, (torch.rand(4, 5),))
+
+
+def recorded_checkpoint(rank, world_size):
+    model = build()
+
+    def gradient(x):
+        return torch.autograd.grad(checkpoint(model, x, use_reentrant=False).pow(3).sum(), x)[0]
+
+    x = batch(rank).requires_grad_()
+    graph = make_fx(gradient)(x)
+    before = model[1].num_batches_tracked.item()
+    graph(x)
+    return before, model[1].num_batches_tracked.item()
+
+
+def test_recorded_checkpoint_updates_once(compiling_ranks):
+    assert recorded_checkpoint(0, 1) == (1, 2)
+    assert compiling_ranks.run(recorded_checkpoint) == [(1, 2)] * 2
+
+
+def export_under_join(rank, world_size):
+    graph, _ = export(SyncBatchNorm(3).double(), torch.rand(4, 3).double())
+    model = DistributedDataParallel(graph)
+    with model.join():
+        model(torch.rand(4, 3).double())
+
+
+def test_exported_graph_knows_join():
+    with Ranks(2, case_seconds=60) as ranks:
+        for failed in ranks.outcomes(export_under_join):
+            assert failed.kind == "NotImplementedError"
+            assert "DistributedDataParallel.join()" in failed.message

@@ -40,12 +40,12 @@ struct Moments {
 SYNCBN_HOST_DEVICE inline double rounded_product(double a, double b) {
 #if defined(__CUDA_ARCH__)
   return __dmul_rn(a, b);
-#elif defined(__aarch64__)
-  double product = a * b;
-  asm("" : "+w"(product));  // what follows does not see the multiplication
-  return product;
-#else
+#elif defined(__x86_64__) && !defined(__FMA__)
   return a * b;
+#else
+  double product = a * b;
+  asm("" : "+m"(product));  // what follows does not see the multiplication
+  return product;
 #endif
 }
 
