@@ -42,7 +42,7 @@ def train(
     numbers = (num_batches_tracked, momentum, eps)
     if not _is_valid(input, num_features, *vectors, *numbers, alone=group is None):
         others = (*vectors, num_batches_tracked)
-        if input is None or not _fits_operator((input, *others), (momentum, eps)):
+        if input is None or not _fits_operator((input, *others), momentum, eps):
             return None
         # When the graph runs, in the words and with the withdrawal of an eager layer.
         name = layer if isinstance(layer, str) else layer._name
@@ -96,7 +96,7 @@ def _is_valid(
     return True
 
 
-def _fits_operator(tensors: tuple[object, ...], numbers: tuple[object, ...]) -> bool:
+def _fits_operator(tensors: tuple[object, ...], momentum: object, eps: object) -> bool:
     """Whether compiled_check takes these. On meta its fake kernel would run in its place."""
     for tensor in tensors:
         if tensor is not None and not (
@@ -106,7 +106,7 @@ def _fits_operator(tensors: tuple[object, ...], numbers: tuple[object, ...]) -> 
             and tensor.device.type != "meta"
         ):
             return False
-    return all(number is None or type(number) in (int, float) for number in numbers)
+    return (momentum is None or type(momentum) in (int, float)) and type(eps) in (int, float)
 
 
 class CompiledSyncBatchNormFunction(torch.autograd.Function):

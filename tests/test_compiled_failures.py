@@ -139,3 +139,12 @@ def test_numpy_numbers_run_uncompiled():
     x = torch.rand(4, 3)
     assert torch.equal(torch.compile(model, backend="aot_eager")(x), eager(x))
     assert torch.equal(model.running_mean, eager.running_mean)
+
+
+@pytest.mark.parametrize(("name", "number"), [("eps", None), ("eps", -1.0), ("momentum", "fast")])
+def test_bad_numbers(name, number):
+    layer = SyncBatchNorm(3)
+    setattr(layer, name, number)
+    torch._dynamo.reset()
+    with pytest.raises((TypeError, ValueError), match=f"expected {name} to be"):
+        torch.compile(layer, backend="aot_eager")(torch.rand(4, 3))
