@@ -259,3 +259,8 @@ def test_exported_graph_knows_join():
         for failed in ranks.outcomes(export_under_join):
             assert failed.kind == "NotImplementedError"
             assert "DistributedDataParallel.join()" in failed.message
+
+
+def test_functionalize_is_refused_in_training():
+    with pytest.raises(NotImplementedError, match=r"cannot be transformed by torch\.func"):
+        torch.func.functionalize(build())(batch(0))
