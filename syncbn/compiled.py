@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from syncbn import checks, collectives, exchange, layout, ops, tracing
 from syncbn.collectives import ProcessGroup
@@ -34,15 +35,20 @@ def train(
     """As :func:`syncbn.functional.train`, to be traced by torch.compile.
 
     Returns:
-        None where the arguments fail a check, or seem to, and fit into no graph.
+        None where a number, such as numpy's, fits into no graph.
+
+    Raises:
+        TypeError, ValueError: An argument that fits into no graph, such as an input of None. The
+            compiler runs the layer uncompiled or, with ``fullgraph=True``, quotes the words.
     """
     checks.check_no_transform()
     group_name = None if group is None else group.group_name
     vectors = (weight, bias, running_mean, running_var)
     numbers = (num_batches_tracked, momentum, eps)
-    if not _is_valid(input, num_features, *vectors, *numbers, alone=group is None):
-        others = (*vectors, num_batches_tracked)
-        if input is None or not _fits_operator((input, *others), momentum, eps):
+    alone = group is None
+    if not _is_valid(input, num_features, *vectors, *numbers, alone=alone):
+        if not _fits_operator(input, *vectors, *numbers):
+            checks.check_training(input, num_features, *vectors, *numbers, alone=alone)
             return None
         # When the graph runs, in the words and with the withdrawal of an eager layer.
         name = layer if isinstance(layer, str) else layer._name
@@ -96,14 +102,22 @@ def _is_valid(
     return True
 
 
-def _fits_operator(tensors: tuple[object, ...], momentum: object, eps: object) -> bool:
-    """Whether compiled_check takes these. On meta its fake kernel would run in its place."""
-    for tensor in tensors:
+def _fits_operator(
+    input: object,
+    weight: object,
+    bias: object,
+    running_mean: object,
+    running_var: object,
+    num_batches_tracked: object,
+    momentum: object,
+    eps: object,
+) -> bool:
+    """Whether compiled_check takes these."""
+    if not isinstance(input, Tensor):
+        return False
+    for tensor in (input, weight, bias, running_mean, running_var, num_batches_tracked):
         if tensor is not None and not (
-            isinstance(tensor, Tensor)
-            and tensor.layout is torch.strided
-            and not tensor.is_nested
-            and tensor.device.type != "meta"
+            isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
         ):
             return False
     return (momentum is None or type(momentum) in (int, float)) and type(eps) in (int, float)
@@ -246,7 +260,7 @@ _library.define(
 
 
 @torch.library.impl(_library, "compiled_check", "CompositeExplicitAutograd")
-def _(
+def _compiled_check(
     input: Tensor,
     num_features: int | None,
     weight: Tensor | None,
@@ -268,6 +282,9 @@ def _(
 
 @torch.library.register_fake("syncbn::compiled_check")
 def _(input: Tensor, *args: Any) -> Tensor:
+    # With a tensor on meta the graph runs this kernel in place of the other.
+    if not isinstance(input, FakeTensor):
+        return _compiled_check(input, *args)
     return torch.empty_like(input)
 
 

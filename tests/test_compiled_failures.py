@@ -105,29 +105,51 @@ def test_compiled_rank_says_in_words_that_another_died(direction):
     assert "[rank 0 of 2]" in survivor.message
 
 
-def meta_buffer_on_one_rank(rank, world_size):
-    layer = SyncBatchNorm(3)
-    if rank == 1:
-        layer.running_mean = layer.running_mean.to("meta")
-    torch._dynamo.reset()
-    torch.compile(layer, backend="aot_eager")(torch.rand(4, 3))
+def train_with_meta_on_one_rank(rank, world_size, on_meta):
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+    x = torch.rand(4, 3)
+    if rank == 1 and on_meta == "buffer":
+        model[0].running_mean = model[0].running_mean.to("meta")
+    elif rank == 1:
+        x = x.to("meta")
+    compiled(model)(x)
 
 
-def test_buffer_on_meta_is_no_kernel_of_meta():
+@pytest.mark.parametrize("on_meta", ["buffer", "input"])
+def test_tensor_on_meta(on_meta):
+    words = {"buffer": "running_mean to be on cpu", "input": "weight to be on meta"}
     with Ranks(2, case_seconds=60) as ranks:
-        other, failed = ranks.outcomes(meta_buffer_on_one_rank)
-    assert failed.kind == "ValueError" and "running_mean to be on cpu" in failed.message
+        other, failed = ranks.outcomes(train_with_meta_on_one_rank, on_meta)
+    assert (
+        failed.kind == "ValueError"
+        and words[on_meta] in failed.message
+        and "[layer '0', rank 1 of 2]" in failed.message
+    )
     assert "another rank of the process group withdrew" in other.message
 
 
-@pytest.mark.parametrize("bad", [None, 3.0, "text"])
+@pytest.mark.parametrize("bad", [None, 3.0, "text", [1.0], np.zeros((2, 3))])
 def test_input_that_fits_into_no_graph(bad):
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
     torch._dynamo.reset()
-    with pytest.raises(TypeError, match=r"expected input to be a torch\.Tensor.*\[layer '0'\]"):
+    words = rf"expected input to be a torch\.Tensor, but got {type(bad).__name__}"
+    with pytest.raises(TypeError, match=rf"{words} \[layer '0'\]"):
         torch.compile(model, backend="aot_eager")(bad)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="fit into no graph; uncompiled"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=words):
         compiled(model)(bad)
+
+
+def train_on_nothing_on_one_rank(rank, world_size):
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+    torch._dynamo.reset()
+    torch.compile(model, backend="aot_eager")(torch.rand(4, 3) if rank == 0 else None)
+
+
+def test_rank_that_breaks_its_graph_withdraws():
+    with Ranks(2, case_seconds=60) as ranks:
+        other, failed = ranks.outcomes(train_on_nothing_on_one_rank)
+    assert failed.kind == "TypeError" and "but got NoneType" in failed.message
+    assert "another rank of the process group withdrew" in other.message
 
 
 # torch's own: it looks at the gradients of what is no leaf.
