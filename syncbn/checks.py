@@ -11,83 +11,51 @@ import torch
 from torch import Tensor
 
 from syncbn import _extension
+from syncbn.arguments import Arguments
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _VECTOR_DTYPES = {dtype: (torch.float32, dtype, torch.float64) for dtype in _FLOAT_DTYPES}
 
 
-def check_training(
-    input: Tensor,
-    num_features: int | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    *,
-    alone: bool,
-) -> None:
+def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
     """Make all checks of a training pass; ``alone`` is a process without other ranks.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the checks below do.
     """
     # Almost always nothing is wrong, which takes a fraction of the time to see.
-    vectors = (weight, bias, running_mean, running_var)
     if (
-        _are_ordinary(input, num_features, vectors, num_batches_tracked, momentum, eps)
+        _are_ordinary(input, arguments)
         and input.device.type in _extension.device_types
         and not (alone and input.numel() == input.size(1))
     ):
         return
-    check_input(input, num_features)
+    check_input(input, arguments.num_features)
     check_device(input)
-    check_channel_vectors(
-        input, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
-    )
-    check_running(running_mean, running_var, num_batches_tracked)
-    check_eps(eps)
-    if momentum is not None or num_batches_tracked is None:
-        check_momentum(momentum)
+    check_channel_vectors(input, arguments)
+    check_running(arguments)
+    check_eps(arguments.eps)
+    if arguments.momentum is not None or arguments.num_batches_tracked is None:
+        check_momentum(arguments.momentum)
     if alone:
         check_more_than_one_value(input)
 
 
-def check_evaluation(
-    input: Tensor,
-    num_features: int | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    eps: float,
-) -> None:
-    """Make all checks of an evaluation pass.
+def check_evaluation(input: Tensor, arguments: Arguments) -> None:
+    """Make all checks of an evaluation pass, which takes any momentum.
 
     Raises:
         TypeError, ValueError: As the checks below do.
     """
-    vectors = (weight, bias, running_mean, running_var)
-    if _are_ordinary(input, num_features, vectors, None, 0.0, eps):
+    if _are_ordinary(input, arguments):
         return
-    check_input(input, num_features)
-    check_channel_vectors(
-        input, weight=weight, bias=bias, running_mean=running_mean, running_var=running_var
-    )
-    check_running(running_mean, running_var)
-    check_eps(eps)
+    check_input(input, arguments.num_features)
+    check_channel_vectors(input, arguments)
+    check_running(arguments)
+    check_eps(arguments.eps)
 
 
-def _are_ordinary(
-    input: Tensor,
-    num_features: int | None,
-    vectors: tuple[Tensor | None, ...],
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-) -> bool:
+def _are_ordinary(input: Tensor, arguments: Arguments) -> bool:
     """Return whether the checks surely pass; they may pass if not.
 
     Every attribute of a tensor costs about as much as a line of Python: as few as will do.
@@ -99,9 +67,10 @@ def _are_ordinary(
     if vector_dtypes is None or len(shape) < 2:
         return False
     channels, on_cpu = shape[1], input.is_cpu
+    weight, bias, running_mean, running_var, counter, momentum, eps, num_features = arguments
     if channels == 0 or (num_features is not None and channels != num_features):
         return False
-    for vector in vectors:
+    for vector in (weight, bias, running_mean, running_var):
         if vector is not None and (
             not isinstance(vector, Tensor)
             or vector.dtype not in vector_dtypes
@@ -110,18 +79,17 @@ def _are_ordinary(
             or (not on_cpu and vector.device != input.device)
         ):
             return False
-    _, _, running_mean, running_var = vectors
     if (running_mean is None) != (running_var is None):
         return False
-    if num_batches_tracked is not None and (
-        num_batches_tracked.dtype is not torch.int64
-        or num_batches_tracked.numel() != 1
-        or num_batches_tracked.is_cpu is not on_cpu
-        or (not on_cpu and num_batches_tracked.device != input.device)
+    if counter is not None and (
+        counter.dtype is not torch.int64
+        or counter.numel() != 1
+        or counter.is_cpu is not on_cpu
+        or (not on_cpu and counter.device != input.device)
     ):
         return False
     if momentum is None:
-        if num_batches_tracked is None:
+        if counter is None:
             return False
     elif type(momentum) is not float or not math.isfinite(momentum):
         return False
@@ -161,15 +129,16 @@ def check_input(input: object, num_features: int | None = None) -> None:
         )
 
 
-def check_channel_vectors(input: Tensor, **vectors: Tensor | None) -> None:
-    """Check weight, bias, running_mean and running_var, given by name, against a checked input.
+def check_channel_vectors(input: Tensor, arguments: Arguments) -> None:
+    """Check weight, bias, running_mean and running_var against a checked input.
 
     Raises:
         TypeError: Not a tensor, or not in the input's dtype, float32 or float64.
         ValueError: Not one value per channel, or not on the input's device.
     """
     channels = input.size(1)
-    for name, vector in vectors.items():
+    for name in ("weight", "bias", "running_mean", "running_var"):
+        vector = getattr(arguments, name)
         if vector is None:
             continue
         if not isinstance(vector, Tensor):
@@ -193,17 +162,15 @@ def check_channel_vectors(input: Tensor, **vectors: Tensor | None) -> None:
             )
 
 
-def check_running(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None = None,
-) -> None:
+def check_running(arguments: Arguments) -> None:
     """Check that both running statistics are given or neither, and the batch counter.
 
     Raises:
         TypeError: The counter is not one number.
         ValueError: Only one of the running statistics, or a counter on another device.
     """
+    running_mean, running_var = arguments.running_mean, arguments.running_var
+    num_batches_tracked = arguments.num_batches_tracked
     if (running_mean is None) != (running_var is None):
         got = "running_mean" if running_var is None else "running_var"
         raise ValueError(

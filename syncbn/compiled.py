@@ -14,23 +14,14 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from syncbn import checks, collectives, exchange, layout, ops, tracing
+from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 
-__all__ = ["train", "update_running"]
+__all__ = ["train"]
 
 
 def train(
-    input: Tensor,
-    num_features: int | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    group: ProcessGroup | None,
-    layer: exchange.Layer,
+    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: exchange.Layer
 ) -> Tensor | None:
     """As :func:`syncbn.functional.train`, to be traced by torch.compile.
 
@@ -43,79 +34,41 @@ def train(
     """
     checks.check_no_transform()
     group_name = None if group is None else group.group_name
-    vectors = (weight, bias, running_mean, running_var)
-    numbers = (num_batches_tracked, momentum, eps)
-    alone = group is None
-    if not _is_valid(input, num_features, *vectors, *numbers, alone=alone):
-        if not _fits_operator(input, *vectors, *numbers):
-            checks.check_training(input, num_features, *vectors, *numbers, alone=alone)
+    if not _is_valid(input, arguments, alone=group is None):
+        if not _fits_operator(input, arguments):
+            checks.check_training(input, arguments, alone=group is None)
             return None
         # When the graph runs, in the words and with the withdrawal of an eager layer.
         name = layer if isinstance(layer, str) else layer._name
         failed: Tensor = torch.ops.syncbn.compiled_check.default(
-            input, num_features, *vectors, *numbers, group_name, name
+            input, *arguments, group_name, name
         )
         return failed
     output: Tensor = CompiledSyncBatchNormFunction.apply(
-        layout.as_dense(input),
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        None if momentum is None else float(momentum),
-        float(eps),
-        group_name,
+        layout.as_dense(input), *arguments.for_operators(), group_name
     )
     return output
 
 
-def _is_valid(
-    input: Tensor,
-    num_features: int | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    *,
-    alone: bool,
-) -> bool:
+def _is_valid(input: Tensor, arguments: Arguments, *, alone: bool) -> bool:
+    # Numbers that the compiler keeps variable have no value yet: compiled_update sees it.
+    if type(arguments.momentum) is float:
+        arguments = arguments._replace(momentum=0.0)
+    if type(arguments.eps) is float:
+        arguments = arguments._replace(eps=0.0)
     try:
-        checks.check_training(
-            input,
-            num_features,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            num_batches_tracked,
-            # Numbers that the compiler keeps variable have no value yet: compiled_update sees it.
-            0.0 if type(momentum) is float else momentum,
-            0.0 if type(eps) is float else eps,
-            alone=alone,
-        )
+        checks.check_training(input, arguments, alone=alone)
     except (TypeError, ValueError, NotImplementedError):
         return False
     return True
 
 
-def _fits_operator(
-    input: object,
-    weight: object,
-    bias: object,
-    running_mean: object,
-    running_var: object,
-    num_batches_tracked: object,
-    momentum: object,
-    eps: object,
-) -> bool:
+def _fits_operator(input: object, arguments: Arguments) -> bool:
     """Whether compiled_check takes these."""
     if not isinstance(input, Tensor):
         return False
-    for tensor in (input, weight, bias, running_mean, running_var, num_batches_tracked):
+    momentum, eps = arguments.momentum, arguments.eps
+    for tensor in (input, *arguments.vectors, arguments.num_batches_tracked):
         if tensor is not None and not (
             isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
         ):
@@ -148,7 +101,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         call = torch.empty(0)
         totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group_name, call)
         totals = _sum_over_ranks(totals, group_name, "forward")
-        mean, invstd, count = update_running(
+        mean, invstd, count = torch.ops.syncbn.compiled_update.default(
             totals,
             running_mean,
             running_var,
@@ -213,30 +166,6 @@ def _sum_over_ranks(message: Tensor, group_name: str | None, direction: str) -> 
     return summed
 
 
-def update_running(
-    totals: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    input_dtype: torch.dtype,
-    group_name: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Update the running statistics, but not in a recomputation; return mean, invstd and count."""
-    results: tuple[Tensor, Tensor, Tensor] = torch.ops.syncbn.compiled_update.default(
-        totals,
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        momentum,
-        eps,
-        input_dtype,
-        group_name,
-    )
-    return results
-
-
 def _compute_dtype(input: Tensor) -> torch.dtype:
     return torch.float64 if input.dtype == torch.float64 else torch.float32
 
@@ -253,38 +182,24 @@ _library = torch.library.Library("syncbn", "FRAGMENT")
 
 # The checks of an eager layer, for what is known to fail them: raises.
 _library.define(
-    "compiled_check(Tensor input, SymInt? num_features, Tensor? weight, Tensor? bias, "
-    "Tensor? running_mean, Tensor? running_var, Tensor? num_batches_tracked, float? momentum, "
-    "float eps, str? group_name, str layer_name) -> Tensor"
+    "compiled_check(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+    "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
+    "SymInt? num_features, str? group_name, str layer_name) -> Tensor"
 )
 
 
 @torch.library.impl(_library, "compiled_check", "CompositeExplicitAutograd")
-def _compiled_check(
-    input: Tensor,
-    num_features: int | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    group_name: str | None,
-    layer_name: str,
-) -> Tensor:
-    vectors = (weight, bias, running_mean, running_var)
-    numbers = (num_batches_tracked, momentum, eps)
-    group, layer = _group(group_name), layer_name
-    exchange.prepare(input, num_features, *vectors, *numbers, group, layer)
+def _compiled_check(input: Tensor, *values: Any) -> Tensor:
+    *fields, group_name, layer_name = values
+    exchange.prepare(input, Arguments(*fields), _group(group_name), layer_name)
     raise AssertionError("the graph was compiled for arguments that fail a check")
 
 
 @torch.library.register_fake("syncbn::compiled_check")
-def _(input: Tensor, *args: Any) -> Tensor:
+def _(input: Tensor, *values: Any) -> Tensor:
     # With a tensor on meta the graph runs this kernel in place of the other.
     if not isinstance(input, FakeTensor):
-        return _compiled_check(input, *args)
+        return _compiled_check(input, *values)
     return torch.empty_like(input)
 
 
@@ -374,16 +289,7 @@ def _(
 
 
 @torch.library.register_fake("syncbn::compiled_update")
-def _(
-    totals: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    input_dtype: torch.dtype,
-    group_name: str | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(totals: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     channels = totals.size(0) // 2
     return totals.new_empty(channels), totals.new_empty(channels), totals.new_empty(1)
 
@@ -397,33 +303,15 @@ _library.define(
 
 
 @torch.library.impl(_library, "compiled_backward_reduce", "CompositeExplicitAutograd")
-def _(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_output: Tensor, input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
     input = layout.as_dense(input)
     grad_output = layout.as_dense(grad_output, like=input)
-    return ops.batch_norm_backward_reduce(
-        grad_output, input, mean, invstd, weight_dtype, bias_dtype
-    )
+    return ops.batch_norm_backward_reduce(grad_output, input, *values)
 
 
 @torch.library.register_fake("syncbn::compiled_backward_reduce")
-def _(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return ops.batch_norm_backward_reduce(
-        grad_output, input, mean, invstd, weight_dtype, bias_dtype
-    )
+def _(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return ops.batch_norm_backward_reduce(*values)
 
 
 # Does nothing. Inductor, told that it changes the values, computes them before it and not again for

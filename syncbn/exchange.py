@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from syncbn import checks, collectives, layout
+from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 
 __all__ = [
@@ -39,18 +40,17 @@ class guard:
     Belongs around what comes before the forward collective, and never around the collective.
     """
 
-    __slots__ = ("group", "input", "layer", "num_features", "vectors")
+    __slots__ = ("arguments", "group", "input", "layer")
 
     def __init__(
         self,
         group: ProcessGroup | None,
         layer: Layer,
         input: object,
-        num_features: int | None = None,
-        vectors: tuple[Tensor | None, ...] = (),
+        arguments: Arguments | None = None,
     ) -> None:
         self.group, self.layer = group, layer
-        self.input, self.num_features, self.vectors = input, num_features, vectors
+        self.input, self.arguments = input, arguments
 
     def __enter__(self) -> None:
         pass
@@ -64,7 +64,7 @@ class guard:
         if error is None:
             return
         if self.group is not None:
-            _withdraw(self.group, self.input, self.num_features, self.vectors)
+            _withdraw(self.group, self.input, self.arguments)
         if type(error) in _WORDED:
             if TYPE_CHECKING:
                 assert isinstance(error, Exception)
@@ -72,34 +72,15 @@ class guard:
 
 
 def prepare(
-    input: Tensor,
-    num_features: int | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    group: ProcessGroup | None,
-    layer: Layer,
+    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer
 ) -> Tensor:
     """Return the input, dense, after :func:`syncbn.checks.check_training`.
 
     A rank that fails a check, or runs out of memory, withdraws.
     """
-    vectors = (weight, bias, running_mean, running_var)
-    with guard(group, layer, input, num_features, vectors):
+    with guard(group, layer, input, arguments):
         checks.check_no_transform()
-        checks.check_training(
-            input,
-            num_features,
-            *vectors,
-            num_batches_tracked,
-            momentum,
-            eps,
-            alone=group is None,
-        )
+        checks.check_training(input, arguments, alone=group is None)
         dense = layout.as_dense(input)
     return dense
 
@@ -175,13 +156,10 @@ def communication_error(
     )
 
 
-def _withdraw(
-    group: ProcessGroup,
-    input: object,
-    num_features: int | None,
-    vectors: tuple[Tensor | None, ...],
-) -> None:
+def _withdraw(group: ProcessGroup, input: object, arguments: Arguments | None) -> None:
     """Let the other ranks of a forward pass fail, as far as it is known what they wait for."""
+    vectors: tuple[object, ...] = () if arguments is None else arguments.vectors
+    num_features = None if arguments is None else arguments.num_features
     tensors = [tensor for tensor in (*vectors, input) if isinstance(tensor, Tensor)]
     if num_features is None:
         if tensors and tensors[0] is not input and tensors[0].dim() == 1:

@@ -8,54 +8,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import collectives, compiled, exchange, layout, local, passes, tracing
+from syncbn import collectives, exchange, layout, local, passes, tracing
+from syncbn import compiled as compiled  # registers compiled_update
+from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 
 __all__ = ["train"]
 
 
 def train(
-    input: Tensor,
-    num_features: int | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    group: ProcessGroup | None,
-    layer: exchange.Layer,
+    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: exchange.Layer
 ) -> Tensor:
     """As :func:`syncbn.functional.train`: alone torch's own operator, in a group one of ours."""
-    vectors = (weight, bias, running_mean, running_var)
-    numbers = (num_batches_tracked, momentum, eps)
-    exchange.prepare(input, num_features, *vectors, *numbers, group, layer)
+    exchange.prepare(input, arguments, group, layer)
     if not torch.compiler.is_compiling() and tracing.is_recomputation():
         # What it recomputes has been recorded with its update; this one goes nowhere.
-        running_mean, running_var, num_batches_tracked = (
-            None if tensor is None else tensor.clone()
-            for tensor in (running_mean, running_var, num_batches_tracked)
+        arguments = arguments._replace(
+            running_mean=_copy(arguments.running_mean),
+            running_var=_copy(arguments.running_var),
+            num_batches_tracked=_copy(arguments.num_batches_tracked),
         )
     if group is None:
-        return local.train(
-            input, running_mean, running_var, num_batches_tracked, weight, bias, momentum, eps
-        )
+        return local.train(input, arguments)
+    weight, bias, *running, momentum, eps = arguments.for_operators()
     output: Tensor
-    output, totals = torch.ops.syncbn.exported_batch_norm.default(
+    output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
         input, weight, bias, eps, group.group_name
-    )[:2]
-    compiled.update_running(
-        totals.detach(),
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        None if momentum is None else float(momentum),
-        float(eps),
-        input.dtype,
-        group.group_name,
+    )
+    torch.ops.syncbn.compiled_update.default(
+        totals.detach(), *running, momentum, eps, input.dtype, group.group_name
     )
     return output
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 _library = torch.library.Library("syncbn", "FRAGMENT")
@@ -73,8 +60,8 @@ def _(
     exchange.meet(group, input, layer="")
     with exchange.guard(group, "", input):
         dense = layout.as_dense(input)
-    running: passes.Running = (None, None, None, 0.0)
-    totals, *results = passes.forward(dense, weight, bias, running, eps, group, layer="")
+    arguments = Arguments(weight, bias, None, None, None, 0.0, eps)
+    totals, *results = passes.forward(dense, arguments, group, layer="")
     output, mean, invstd, count = results
     return output, totals, mean, invstd, count
 

@@ -16,6 +16,7 @@ from syncbn import (
     passes,
     tracing,
 )
+from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 
 __all__ = ["sync_batch_norm"]
@@ -78,99 +79,61 @@ def sync_batch_norm(
                 [ 1.2247,  1.2247]])
     """
     collectives.check_process_group(process_group)
+    arguments = Arguments(weight, bias, running_mean, running_var, None, momentum, eps)
     if not training:
         if running_mean is None and running_var is None:
             raise ValueError("expected running_mean and running_var when training is False")
-        return evaluate(input, running_mean, running_var, weight, bias, momentum, eps)
-    return train(input, running_mean, running_var, None, weight, bias, momentum, eps, process_group)
+        return evaluate(input, arguments)
+    return train(input, arguments, process_group)
 
 
-def evaluate(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
-    *,
-    layer: exchange.Layer = "",
-    num_features: int | None = None,
-) -> Tensor:
+def evaluate(input: Tensor, arguments: Arguments, layer: exchange.Layer = "") -> Tensor:
     """Normalize without communication, by running statistics or, without them, by the batch's.
 
-    The operator is torch's own, so that exporters and compilers see what they know.
+    The operator is torch's own, so that exporters and compilers see what they know. ``layer``
+    names the layer in errors.
     """
     # Symbolic tracing has no values to check; torch.jit.trace would warn of each that is looked at.
     if isinstance(input, torch.fx.Proxy) or is_tracing():
-        vectors = (running_mean, running_var, weight, bias)
-        return local.batch_norm(input, vectors, running_mean is None, momentum, eps)
+        return local.batch_norm(input, arguments, training=arguments.running_mean is None)
     try:
-        checks.check_evaluation(input, num_features, weight, bias, running_mean, running_var, eps)
+        checks.check_evaluation(input, arguments)
     except (TypeError, ValueError) as error:
         raise exchange.with_place(error, layer, None) from None
-    return local.evaluate(input, running_mean, running_var, weight, bias, momentum, eps)
+    return local.evaluate(input, arguments)
 
 
 def train(
     input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float | None,
-    eps: float,
+    arguments: Arguments,
     process_group: ProcessGroup | None,
-    *,
     layer: exchange.Layer = "",
-    num_features: int | None = None,
 ) -> Tensor:
     """Normalize by the group's batch statistics and update the running ones.
 
-    Arguments as :func:`sync_batch_norm`; a ``momentum`` of None is the cumulative average and
-    needs ``num_batches_tracked``, which grows by one. ``layer`` names the layer in errors.
+    ``layer`` names the layer in errors.
     """
     try:
         group = collectives.resolve_group(process_group)
     except (TypeError, ValueError) as error:
         raise exchange.with_place(error, layer, None) from None
-    vectors = (weight, bias, running_mean, running_var)
-    numbers = (num_batches_tracked, momentum, eps)
     if tracing.is_recorded():
-        return exported.train(input, num_features, *vectors, *numbers, group, layer)
+        return exported.train(input, arguments, group, layer)
     output: Tensor
     if torch.compiler.is_compiling():
-        traced = compiled.train(input, num_features, *vectors, *numbers, group, layer)
+        traced = compiled.train(input, arguments, group, layer)
         if traced is not None:
             return traced
-        output = _train_uncompiled(
-            input,
-            running_mean,
-            running_var,
-            num_batches_tracked,
-            weight,
-            bias,
-            momentum,
-            eps,
-            process_group,
-            layer=layer,
-            num_features=num_features,
-        )
+        output = _train_uncompiled(input, arguments, process_group, layer)
         return output
     # Out here, where autograd sees it: higher derivatives go through what is saved.
-    dense = exchange.prepare(input, num_features, *vectors, *numbers, group, layer)
+    dense = exchange.prepare(input, arguments, group, layer)
     if group is not None:
         exchange.meet(group, input, layer)
-    running: passes.Running = (
-        running_mean,
-        running_var,
-        num_batches_tracked,
-        None if momentum is None else float(momentum),
-    )
     if tracing.is_recomputation():
-        running = (None, None, None, 0.0)
-    output = SyncBatchNormFunction.apply(dense, weight, bias, running, float(eps), group, layer)
+        arguments = arguments.without_running()
+    weight, bias, *_ = arguments
+    output = SyncBatchNormFunction.apply(dense, weight, bias, arguments, group, layer)
     return output
 
 
@@ -179,10 +142,6 @@ torch.fx.wrap("train")  # symbolic tracing records the call
 _train_uncompiled = torch.compiler.disable(
     train, reason="a SyncBatchNorm layer has a number that fits into no graph"
 )
-
-
-# For running, eps, group and layer.
-_NO_GRADIENTS = (None,) * 4
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
@@ -194,24 +153,20 @@ class SyncBatchNormFunction(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running: passes.Running,
-        eps: float,
+        arguments: Arguments,
         group: ProcessGroup | None,
         layer: exchange.Layer,
     ) -> Tensor:
         """Return the normalized input, which is dense; arguments as :func:`train`.
 
-        ``running`` is what the operator wants of the running statistics, in one argument because
-        autograd inspects every tensor that is passed directly.
+        Those with a gradient are given again by themselves: autograd looks for no others.
         """
-        _, output, mean, invstd, count = passes.forward(
-            input, weight, bias, running, eps, group, layer
-        )
+        _, output, mean, invstd, count = passes.forward(input, arguments, group, layer)
         # Never the running statistics or the bias: they may change before backward (a network
         # that runs twice, an optimizer step), and nothing here needs their old values.
         ctx.save_for_backward(input, weight, mean, invstd, count)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.eps, ctx.group, ctx.layer = eps, group, layer
+        ctx.eps, ctx.group, ctx.layer = float(arguments.eps), group, layer
         return output
 
     @staticmethod
@@ -234,4 +189,4 @@ class SyncBatchNormFunction(torch.autograd.Function):
             ctx.layer,
             ctx.needs_input_grad[0],
         )
-        return *gradients, *_NO_GRADIENTS
+        return *gradients, None, None, None

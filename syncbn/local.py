@@ -8,79 +8,61 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn import checks
+from syncbn.arguments import Arguments
 
 __all__ = ["batch_norm", "evaluate", "train"]
 
 
-Vectors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-
-
-def evaluate(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> Tensor:
+def evaluate(input: Tensor, arguments: Arguments) -> Tensor:
     """Normalize by the running statistics or, without them, by those of the batch."""
-    vectors = _of_torchs_dtypes(input, (running_mean, running_var, weight, bias))
-    return batch_norm(input, vectors, running_mean is None, momentum, eps)
+    arguments = _in_torchs_dtypes(input, arguments)
+    return batch_norm(input, arguments, training=arguments.running_mean is None)
 
 
-def train(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float | None,
-    eps: float,
-) -> Tensor:
-    """Normalize by the batch and update the running statistics, as ``torch.nn.BatchNorm2d`` does.
-
-    A ``momentum`` of None is the cumulative average and needs ``num_batches_tracked``.
-    """
+def train(input: Tensor, arguments: Arguments) -> Tensor:
+    """Normalize by the batch and update the running statistics, as torch's layers do."""
+    momentum, counter = arguments.momentum, arguments.num_batches_tracked
     share: float | Tensor = 0.0 if momentum is None else momentum
-    if num_batches_tracked is not None:
-        num_batches_tracked.add_(1)
+    if counter is not None:
+        counter.add_(1)
         if momentum is None:
-            share = 1 / num_batches_tracked.double()
-    vectors = _of_torchs_dtypes(input, (running_mean, running_var, weight, bias))
+            share = 1 / counter.double()
+    running_mean, running_var = arguments.running_mean, arguments.running_var
+    own = _in_torchs_dtypes(input, arguments)
     if running_mean is None or running_var is None:
-        return batch_norm(input, vectors, True, 0.0, eps)
-    if not isinstance(share, Tensor) and vectors[0] is running_mean and vectors[1] is running_var:
-        return batch_norm(input, vectors, True, share, eps)
+        return batch_norm(input, own._replace(momentum=0.0), training=True)
+    are_copies = own.running_mean is not running_mean or own.running_var is not running_var
+    if not are_copies and not isinstance(share, Tensor):
+        return batch_norm(input, own, training=True)
     # The operator takes no tensor for a momentum and updates no copies: it gives the batch's own.
-    batch = [torch.zeros_like(v) for v in vectors[:2] if v is not None]
-    output = batch_norm(input, (batch[0], batch[1], *vectors[2:]), True, 1.0, eps)
-    for running, of_batch in zip((running_mean, running_var), batch, strict=True):
+    mean, var = [torch.zeros_like(v) for v in own.vectors[2:] if v is not None]
+    of_batch = own._replace(running_mean=mean, running_var=var, momentum=1.0)
+    output = batch_norm(input, of_batch, training=True)
+    for running, batch in ((running_mean, mean), (running_var, var)):
         old = running.double()
-        running.copy_(old + (of_batch.double() - old) * share)
+        running.copy_(old + (batch.double() - old) * share)
     return output
 
 
-def _of_torchs_dtypes(input: Tensor, vectors: Vectors) -> Vectors:
-    """Return the vectors as the operator takes them.
+def _in_torchs_dtypes(input: Tensor, arguments: Arguments) -> Arguments:
+    """Return the arguments with vectors of one dtype, as the operator takes them.
 
-    Those are of one dtype: the input's, or float32 with a 16-bit input.
+    That is the input's, or float32 with a 16-bit input.
     """
+    vectors = arguments.vectors
     dtypes = {vector.dtype for vector in vectors if vector is not None}
     sixteen_bit = input.dtype in (torch.float16, torch.bfloat16)
     if dtypes <= {input.dtype} or (sixteen_bit and dtypes == {torch.float32}):
-        return vectors
+        return arguments
     dtype = torch.float32 if sixteen_bit else input.dtype
-    mean, var, weight, bias = (None if v is None else v.to(dtype) for v in vectors)
-    return mean, var, weight, bias
+    weight, bias, mean, var = [None if v is None else v.to(dtype) for v in vectors]
+    return arguments._replace(weight=weight, bias=bias, running_mean=mean, running_var=var)
 
 
-def batch_norm(
-    input: Tensor, vectors: Vectors, training: bool, momentum: float, eps: float
-) -> Tensor:
-    """Call torch's operator; ``vectors`` are running_mean, running_var, weight and bias."""
-    running_mean, running_var, weight, bias = vectors
+def batch_norm(input: Tensor, arguments: Arguments, *, training: bool) -> Tensor:
+    """Call torch's operator."""
+    weight, bias, running_mean, running_var, _, momentum, eps, _ = arguments
+    momentum = 0.0 if momentum is None else momentum
     if eps == 0:  # which F.batch_norm refuses, on torch 2.15 in training alone
         if training and isinstance(input, Tensor):
             checks.check_more_than_one_value(input)

@@ -10,7 +10,8 @@ import torch.fx
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import checks, collectives, functional
+from syncbn import checks, collectives, exchange, functional
+from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
 
@@ -123,42 +124,27 @@ class SyncBatchNorm(_BatchNorm):
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
         layer = self if torch.compiler.is_compiling() else self._name
-        if not self.training:
-            return functional.evaluate(
-                input,
-                self.running_mean,
-                self.running_var,
-                self.weight,
-                self.bias,
-                0.0 if self.momentum is None else self.momentum,
-                self.eps,
-                layer=layer,
-                num_features=self.num_features,
-            )
-        track = self.track_running_stats
-        num_batches_tracked = self.num_batches_tracked if track else None
-        return functional.train(
-            input,
-            self.running_mean if track else None,
-            self.running_var if track else None,
-            num_batches_tracked,
+        has_running = self.track_running_stats or not self.training
+        counter = self.num_batches_tracked if self.track_running_stats and self.training else None
+        arguments = Arguments(
             self.weight,
             self.bias,
+            self.running_mean if has_running else None,
+            self.running_var if has_running else None,
+            counter,
             # Without a counter there is no cumulative average; torch then leaves the statistics.
-            0.0 if self.momentum is None and num_batches_tracked is None else self.momentum,
+            0.0 if self.momentum is None and counter is None else self.momentum,
             self.eps,
-            self.process_group,
-            layer=layer,
-            num_features=self.num_features,
+            self.num_features,
         )
+        if not self.training:
+            return functional.evaluate(input, arguments, layer)
+        return functional.train(input, arguments, self.process_group, layer)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""
-        where = f" [layer {self._name!r}]" if self._name else ""
-        raise NotImplementedError(
-            "TorchScript cannot hold a SyncBatchNorm layer; call syncbn.revert_sync_batchnorm "
-            f"first{where}"
-        )
+        words = "TorchScript cannot hold a SyncBatchNorm layer; call syncbn.revert_sync_batchnorm"
+        raise exchange.with_place(NotImplementedError(f"{words} first"), self._name, None)
 
     @overload
     @classmethod

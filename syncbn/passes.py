@@ -1,64 +1,33 @@
 """The forward and the backward pass of a layer in training: operators and collectives joined.
 
-Three ways lead here: :mod:`syncbn.functional` from a program, :mod:`syncbn.compiled` from a graph
-of torch.compile, :mod:`syncbn.exported` from a graph that another tracer recorded.
+Two ways lead here: :mod:`syncbn.functional` from a program and :mod:`syncbn.exported` from a graph
+that a tracer recorded. What torch.compile traces is in :mod:`syncbn.compiled`.
 """
 
 import torch
 from torch import Tensor
 
 from syncbn import exchange, layout, ops, reference
+from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 
-__all__ = ["backward", "forward", "sum_gradients", "sum_statistics"]
-
-Running = tuple[Tensor | None, Tensor | None, Tensor | None, float | None]
-
-
-def sum_statistics(input: Tensor, group: ProcessGroup | None, layer: exchange.Layer) -> Tensor:
-    """Return the message of :func:`syncbn.ops.batch_norm_stats`, summed over the group."""
-    with exchange.guard(group, layer, input):
-        message = ops.batch_norm_stats(input)
-    if group is None:
-        return message
-    return exchange.sum_over_ranks(message, group, layer, "forward")
-
-
-def sum_gradients(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    group: ProcessGroup | None,
-    layer: exchange.Layer,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`syncbn.ops.batch_norm_backward_reduce`, the first result summed over the group."""
-    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
-        grad_output, input, mean, invstd, weight_dtype, bias_dtype
-    )
-    if group is not None:
-        sums = exchange.sum_over_ranks(sums, group, layer, "backward")
-    return sums, grad_weight, grad_bias
+__all__ = ["backward", "forward"]
 
 
 def forward(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running: Running,
-    eps: float,
-    group: ProcessGroup | None,
-    layer: exchange.Layer,
+    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: exchange.Layer
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return totals, output, mean, invstd and count, as :func:`syncbn.ops.batch_norm_apply` does.
+    """Return totals, output, mean, invstd and count of a dense input.
 
-    ``input`` is dense. ``running`` is what that operator wants of the running statistics.
+    The first is the message of :func:`syncbn.ops.batch_norm_stats`, summed over the group; the
+    others are what :func:`syncbn.ops.batch_norm_apply` makes of it.
     """
-    totals = sum_statistics(input, group, layer)
+    with exchange.guard(group, layer, input):
+        totals = ops.batch_norm_stats(input)
+    if group is not None:
+        totals = exchange.sum_over_ranks(totals, group, layer, "forward")
     try:
-        return totals, *ops.batch_norm_apply(input, totals, weight, bias, *running, eps)
+        return totals, *ops.batch_norm_apply(input, totals, *arguments.for_operators())
     except RuntimeError as error:
         raise exchange.with_place(error, layer, group) from None
 
@@ -90,16 +59,11 @@ def backward(
         grad_bias = layout.cast(grad_bias, bias_dtype or torch.float64)
     else:
         grad_output = layout.as_dense(grad_output, like=input)
-        sums, grad_weight, grad_bias = sum_gradients(
-            grad_output,
-            input,
-            mean,
-            invstd,
-            weight_dtype,
-            bias_dtype or torch.float64,
-            group,
-            layer,
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
+            grad_output, input, mean, invstd, weight_dtype, bias_dtype or torch.float64
         )
+        if group is not None:
+            sums = exchange.sum_over_ranks(sums, group, layer, "backward")
         if needs_grad_input:
             grad_input = ops.batch_norm_backward_apply(
                 grad_output, input, mean, invstd, weight, sums, count

@@ -1,0 +1,51 @@
+"""What a pass takes besides its input and its group."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+__all__ = ["Arguments"]
+
+
+Operands = tuple[
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    float | None,
+    float,
+]
+
+
+class Arguments(NamedTuple):
+    """Vectors [C] and numbers of a layer, or of a call of the function.
+
+    A ``momentum`` of None is the cumulative average and needs ``num_batches_tracked``, which grows
+    by one in training. ``num_features`` is the C that a layer was made for.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    momentum: float | None
+    eps: float
+    num_features: int | None = None
+
+    @property
+    def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Weight, bias, running_mean and running_var."""
+        return self[:4]
+
+    def for_operators(self) -> Operands:
+        """Return all but ``num_features``, with plain floats for the numbers."""
+        momentum = None if self.momentum is None else float(self.momentum)
+        return *self[:5], momentum, float(self.eps)
+
+    def without_running(self) -> "Arguments":
+        """Return them for a pass that updates nothing."""
+        return self._replace(
+            running_mean=None, running_var=None, num_batches_tracked=None, momentum=0.0
+        )
