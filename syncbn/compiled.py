@@ -39,9 +39,8 @@ def train(
             checks.check_training(input, arguments, alone=group is None)
             return None
         # When the graph runs, in the words and with the withdrawal of an eager layer.
-        name = layer if isinstance(layer, str) else layer._name
         failed: Tensor = torch.ops.syncbn.compiled_check.default(
-            input, *arguments, group_name, name
+            input, *arguments, group_name, exchange.layer_name(layer)
         )
         return failed
     output: Tensor = CompiledSyncBatchNormFunction.apply(

@@ -14,6 +14,7 @@ __all__ = [
     "Layer",
     "communication_error",
     "guard",
+    "layer_name",
     "meet",
     "prepare",
     "sum_over_ranks",
@@ -126,6 +127,11 @@ def sum_over_ranks(message: Tensor, group: ProcessGroup, layer: Layer, direction
         raise communication_error(error, group, layer, direction) from error
 
 
+def layer_name(layer: Layer) -> str:
+    """Return the name of a layer in its model; empty if unknown."""
+    return layer if isinstance(layer, str) else layer._name
+
+
 def with_place(error: Exception, layer: Layer, group: ProcessGroup | None) -> Exception:
     """Return the error with the layer and the rank at the end of its text."""
     return type(error)(f"{error}{_place(layer, group)}")
@@ -139,7 +145,7 @@ def message_size(channels: int) -> int:
 def _place(layer: Layer, group: ProcessGroup | None) -> str:
     """Return which layer and rank this is, in brackets to follow a message; empty if unknown."""
     rank = "" if group is None else f"rank {group.rank()} of {group.size()}"
-    name = layer if isinstance(layer, str) else layer._name
+    name = layer_name(layer)
     known = ", ".join(part for part in (f"layer {name!r}" if name else "", rank) if part)
     return f" [{known}]" if known else ""
 

@@ -1,13 +1,24 @@
 """torch.compile: one graph, equal to eager, on several ranks."""
 
 import copy
-import re
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from cases import make_input
+from compiling import (
+    Backend,
+    Gan,
+    Residual,
+    assert_equal,
+    batch,
+    build,
+    compiled,
+    frozen,
+    resnet10t,
+    resnet18,
+    small,
+    step,
+)
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -28,115 +39,6 @@ BACKENDS = [
 ]
 
 
-class Backend:
-    """A backend of torch.compile that counts the graphs it is given."""
-
-    def __init__(self, name):
-        torch._dynamo.reset()
-        self.compile = torch._dynamo.lookup_backend(name)
-        self.graphs = 0
-
-    def __call__(self, graph, inputs):
-        self.graphs += 1
-        return self.compile(graph, inputs)
-
-
-def compiled(model, backend):
-    return torch.compile(model, backend=backend, fullgraph=True)
-
-
-def small():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.BatchNorm2d(4, momentum=None)
-    )
-
-
-def frozen():
-    """No affine part, no running statistics, a frozen affine part, a weight alone."""
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3),
-        nn.BatchNorm2d(4, affine=False),
-        nn.BatchNorm2d(4, track_running_stats=False),
-        nn.BatchNorm2d(4).requires_grad_(False),
-        SyncBatchNorm(4, bias=False),
-    )
-    nn.init.normal_(model[3].weight)
-    return model
-
-
-def resnet18():
-    import torchvision
-
-    return torchvision.models.resnet18(num_classes=4)
-
-
-def resnet10t():
-    import timm
-
-    return timm.create_model("resnet10t", num_classes=4)
-
-
-class Gan(nn.Module):
-    """A generator and a discriminator that runs twice before the backward pass."""
-
-    def __init__(self):
-        super().__init__()
-        self.generator = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 3, 1))
-        self.discriminator = nn.Sequential(
-            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LeakyReLU(), nn.Conv2d(8, 1, 3)
-        )
-
-    def forward(self, x):
-        fake = self.generator(x)
-        return self.discriminator(x) - self.discriminator(fake.detach()).square()
-
-
-class Residual(nn.Module):
-    """Two branches whose order only the order of the program tells."""
-
-    def __init__(self):
-        super().__init__()
-        self.main = nn.Sequential(nn.Conv2d(3, 5, 1), nn.BatchNorm2d(5), nn.ReLU())
-        self.main2 = nn.Sequential(nn.Conv2d(5, 6, 1), nn.BatchNorm2d(6))
-        self.shortcut = nn.Sequential(nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6))
-
-    def forward(self, x):
-        return torch.relu(self.main2(self.main(x)) + self.shortcut(x))
-
-
-def build(make):
-    torch.manual_seed(0)
-    return convert_sync_batchnorm(globals()[make]()).double()
-
-
-def step(model, x, training=True):
-    """Train or evaluate on a batch; return the output, the gradients and the model's state."""
-    model.train(training)
-    output = model(x)
-    if training:
-        output.square().sum().backward()
-    state = dict(model.named_buffers())
-    state.update((f"{name} grad", p.grad) for name, p in model.named_parameters())
-    wrappers = re.compile(r"_orig_mod\.|module\.")
-    return output.detach(), {wrappers.sub("", k): copy.deepcopy(v) for k, v in state.items()}
-
-
-def assert_equal(actual, expected):
-    (output, state), (expected_output, expected_state) = actual, expected
-    assert state.keys() == expected_state.keys()
-    pairs = [(output, expected_output, "output")]
-    pairs += [(state[name], expected_state[name], name) for name in state]
-    for a, b, name in pairs:
-        # float64 in another order of operations, amplified by division by small variances
-        torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-9, msg=name)
-
-
-def batch(rank, sizes, pixels, seed):
-    shape = (sizes[rank % len(sizes)], 3, pixels, pixels)
-    return make_input(shape, "contiguous", torch.float64, seed=10 * seed + rank)
-
-
 def compare(rank, world_size, make, backend_name, pixels, batches):
     """Train compiled and eager on each batch; return the number of graphs after each."""
     backend = Backend(backend_name)
@@ -153,25 +55,25 @@ def compare(rank, world_size, make, backend_name, pixels, batches):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_equals_eager_in_one_graph(compiling_ranks, backend):
     """A new batch size compiles once more, with a variable in its place; a third one does not."""
-    for graphs in compiling_ranks.run(compare, "small", backend, 6, [(4,), (4,), (5,), (7,)]):
+    for graphs in compiling_ranks.run(compare, small, backend, 6, [(4,), (4,), (5,), (7,)]):
         assert graphs == [1, 1, 2, 2]
 
 
 def test_on_one_and_on_three_ranks():
-    assert compare(0, 1, "small", "aot_eager", 6, [(4,)]) == [1]
+    assert compare(0, 1, small, "aot_eager", 6, [(4,)]) == [1]
     with Ranks(3, case_seconds=240, collective_seconds=120) as ranks:
-        assert ranks.run(compare, "small", "aot_eager", 6, [(4,)]) == [[1]] * 3
+        assert ranks.run(compare, small, "aot_eager", 6, [(4,)]) == [[1]] * 3
 
 
 @pytest.mark.works("torch.compile of layers without affine part or statistics, or frozen")
 def test_optional_parts(compiling_ranks):
-    assert compiling_ranks.run(compare, "frozen", "aot_eager", 6, [(4,)]) == [[1]] * 2
+    assert compiling_ranks.run(compare, frozen, "aot_eager", 6, [(4,)]) == [[1]] * 2
 
 
 @pytest.mark.works("torch.compile, a rank with an empty batch")
 def test_uneven_and_empty_batches(compiling_ranks):
     batches = [(4, 4), (2, 5), (3, 0), (0, 0), (6, 3)]
-    first, second = compiling_ranks.run(compare, "small", "aot_eager", 6, batches)
+    first, second = compiling_ranks.run(compare, small, "aot_eager", 6, batches)
     # torch compiles sizes 0 and 1 apart from all others
     assert first == [1, 2, 2, 3, 3] and second == [1, 2, 3, 3, 3]
 
@@ -179,7 +81,7 @@ def test_uneven_and_empty_batches(compiling_ranks):
 @pytest.mark.works("torch.compile of whole models: torchvision, timm, a GAN")
 @pytest.mark.parametrize(
     ("make", "pixels", "batches"),
-    [("resnet18", 32, [(4,), (4,), (6,)]), ("resnet10t", 32, [(4,)]), ("Gan", 6, [(4,), (4,)])],
+    [(resnet18, 32, [(4,), (4,), (6,)]), (resnet10t, 32, [(4,)]), (Gan, 6, [(4,), (4,)])],
     ids=["resnet18", "resnet10t", "GAN"],
 )
 def test_whole_models(compiling_ranks, make, pixels, batches):
@@ -195,7 +97,7 @@ def test_evaluation_equals_eager_and_is_torchs_operator():
         graphs.append(graph)
         return graph
 
-    eager = build("small")
+    eager = build(small)
     model = copy.deepcopy(eager)
     step(eager, batch(0, (4,), 6, 0))
     eager.zero_grad()
@@ -240,7 +142,7 @@ def test_arithmetic_is_that_of_the_operators(dtype, layout):
 
 def compare_under_ddp(rank, world_size):
     backend = Backend("aot_eager")
-    eager, model = DistributedDataParallel(build("small")), build("small")
+    eager, model = DistributedDataParallel(build(small)), build(small)
     fast = DistributedDataParallel(compiled(model, backend))
     for seed in range(2):
         x = batch(rank, (4,), 6, seed)
@@ -255,8 +157,8 @@ def test_under_ddp(compiling_ranks):
 
 def compare_around_ddp(rank, world_size):
     backend = Backend("aot_eager")
-    eager = DistributedDataParallel(build("Residual"))
-    fast = torch.compile(DistributedDataParallel(build("Residual")), backend=backend)
+    eager = DistributedDataParallel(build(Residual))
+    fast = torch.compile(DistributedDataParallel(build(Residual)), backend=backend)
     for seed in range(2):
         x = batch(rank, (4,), 6, seed)
         assert_equal(step(fast, x), step(eager, x))
@@ -283,79 +185,6 @@ def compile_each_block(rank, world_size):
 @pytest.mark.works("torch.compile of each block: one graph for all blocks")
 def test_no_compilation_for_each_layer(compiling_ranks):
     assert compiling_ranks.run(compile_each_block) == [1, 1]
-
-
-def layers_of_several_groups(rank, world_size):
-    backend = Backend("aot_eager")
-    model = build("small")
-    model[1].process_group = dist.new_group([0, 1])
-    alone = [dist.new_group([r]) for r in range(world_size)]
-    model[3].process_group = alone[rank]
-    eager, fast = copy.deepcopy(model), compiled(model, backend)
-    for seed in range(2):
-        x = batch(rank, (4,), 6, seed)
-        assert_equal(step(fast, x), step(eager, x))
-    return backend.graphs
-
-
-def test_layers_of_several_groups_in_one_graph(compiling_ranks):
-    assert compiling_ranks.run(layers_of_several_groups) == [1, 1]
-
-
-def all_reduces(model, x):
-    """The sizes of the messages that gloo sends in a step, in order."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-    ) as profile:
-        step(model, x)
-    calls = [event for event in profile.events() if event.name.startswith("gloo:")]
-    assert all(call.name == "gloo:all_reduce" for call in calls)
-    calls.sort(key=lambda call: call.time_range.start)
-    return [size for call in calls for (size,) in call.input_shapes]
-
-
-def collectives_of_eager_and_compiled(rank, world_size, backend):
-    model = build("Residual")
-    fast = compiled(model, Backend(backend))
-    x = batch(rank, (4, 3), 5, 0)
-    step(fast, x)
-    return all_reduces(model, x), all_reduces(fast, x)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_collectives_are_those_of_eager(compiling_ranks, backend):
-    for eager, fast in compiling_ranks.run(collectives_of_eager_and_compiled, backend):
-        assert sorted(eager) == sorted([11, 13, 13, 10, 12, 12])
-        assert fast == eager
-
-
-def train_mixed(rank, world_size, how):
-    """Rank 0 eager; rank 1 compiled from the start, or later, or given up by the compiler."""
-    backend = Backend("aot_eager")
-    model = build("Residual")
-    expected = copy.deepcopy(model)
-    fast = model
-
-    def slowly(graph, inputs):
-        time.sleep(3)
-        return backend(graph, inputs)
-
-    for seed in range(4):
-        x = batch(rank, (4, 3), 5, seed)
-        if rank == 1 and how == "compiled" and seed == 0:
-            fast = compiled(model, backend)
-        if rank == 1 and how == "compiled later" and seed == 2:
-            fast = compiled(model, slowly)
-        if rank == 1 and how == "compiled, then eager":
-            fast = compiled(model, backend) if seed < 2 else model
-        assert_equal(step(fast, x), step(expected, x))
-    return backend.graphs
-
-
-@pytest.mark.works("ranks of which only some compile, or at different times")
-@pytest.mark.parametrize("how", ["compiled", "compiled later", "compiled, then eager"])
-def test_ranks_may_compile_at_different_times_or_not_at_all(compiling_ranks, how):
-    assert compiling_ranks.run(train_mixed, how)[1] > 0
 
 
 class Scaled(nn.Module):
@@ -425,60 +254,3 @@ def test_variable_numbers_break_no_graph(program):
     for output, right in zip(outputs, expected, strict=True):
         # float32 roundings of values below 4
         torch.testing.assert_close(output, right, rtol=1e-6, atol=1e-6)
-
-
-class Twins(nn.Module):
-    """Two layers that normalize the same input."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-
-    def forward(self, x):
-        return self.first(x) - 2 * self.second(x)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_equal_inputs_are_summed_as_often_as_in_eager(compiling_ranks, backend):
-    """A compiler that merged them would leave the eager ranks waiting."""
-    for eager, fast in compiling_ranks.run(collectives_of_twins, backend):
-        assert eager == fast == [7, 7, 6, 6]
-
-
-def collectives_of_twins(rank, world_size, backend):
-    model = build("Twins")
-    fast = compiled(model, Backend(backend))
-    x = batch(rank, (4, 3), 5, 0).requires_grad_()
-    step(fast, x)
-    return all_reduces(model, x), all_reduces(fast, x)
-
-
-class Branches(nn.Module):
-    """Layers of other widths side by side, one of which nothing needs."""
-
-    def __init__(self):
-        super().__init__()
-        self.convolutions = nn.ModuleList(nn.Conv2d(3, 4 + i, 1) for i in range(6))
-        self.layers = nn.ModuleList(nn.BatchNorm2d(4 + i) for i in range(6))
-        self.unused = nn.BatchNorm2d(3, track_running_stats=False)
-
-    def forward(self, x):
-        self.unused(x)
-        pairs = zip(self.convolutions, self.layers, strict=True)
-        return sum(layer(convolution(x)).mean(1) for convolution, layer in pairs)
-
-
-def collectives_of_branches(rank, world_size, backend):
-    model = build("Branches")
-    fast = compiled(model, Backend(backend))
-    x = batch(rank, (4, 3), 5, 0)
-    step(fast, x)
-    return all_reduces(model, x), all_reduces(fast, x)
-
-
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_collectives_keep_their_order_and_none_is_dropped(compiling_ranks, backend):
-    """Ranks of which only some compile would add up messages of other layers."""
-    for eager, fast in compiling_ranks.run(collectives_of_branches, backend):
-        assert eager[:7] == [7, 9, 11, 13, 15, 17, 19]
-        assert fast == eager

@@ -1,0 +1,130 @@
+"""The collectives of compiled layers: those of eager ones, in their order, and mixed with them."""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from compiling import Backend, Residual, assert_equal, batch, build, compiled, small, step
+from torch import nn
+
+# torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+
+def layers_of_several_groups(rank, world_size):
+    backend = Backend("aot_eager")
+    model = build(small)
+    model[1].process_group = dist.new_group([0, 1])
+    alone = [dist.new_group([r]) for r in range(world_size)]
+    model[3].process_group = alone[rank]
+    eager, fast = copy.deepcopy(model), compiled(model, backend)
+    for seed in range(2):
+        x = batch(rank, (4,), 6, seed)
+        assert_equal(step(fast, x), step(eager, x))
+    return backend.graphs
+
+
+def test_layers_of_several_groups_in_one_graph(compiling_ranks):
+    assert compiling_ranks.run(layers_of_several_groups) == [1, 1]
+
+
+def all_reduces(model, x):
+    """The sizes of the messages that gloo sends in a step, in order."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+    ) as profile:
+        step(model, x)
+    calls = [event for event in profile.events() if event.name.startswith("gloo:")]
+    assert all(call.name == "gloo:all_reduce" for call in calls)
+    calls.sort(key=lambda call: call.time_range.start)
+    return [size for call in calls for (size,) in call.input_shapes]
+
+
+def collectives(rank, world_size, make, backend):
+    model = build(make)
+    fast = compiled(model, Backend(backend))
+    x = batch(rank, (4, 3), 5, 0).requires_grad_()
+    step(fast, x)
+    return all_reduces(model, x), all_reduces(fast, x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_collectives_are_those_of_eager(compiling_ranks, backend):
+    for eager, fast in compiling_ranks.run(collectives, Residual, backend):
+        assert sorted(eager) == sorted([11, 13, 13, 10, 12, 12])
+        assert fast == eager
+
+
+class Twins(nn.Module):
+    """Two layers that normalize the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.first(x) - 2 * self.second(x)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_equal_inputs_are_summed_as_often_as_in_eager(compiling_ranks, backend):
+    """A compiler that merged them would leave the eager ranks waiting."""
+    for eager, fast in compiling_ranks.run(collectives, Twins, backend):
+        assert eager == fast == [7, 7, 6, 6]
+
+
+class Branches(nn.Module):
+    """Layers of other widths side by side, one of which nothing needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(3, 4 + i, 1) for i in range(6))
+        self.layers = nn.ModuleList(nn.BatchNorm2d(4 + i) for i in range(6))
+        self.unused = nn.BatchNorm2d(3, track_running_stats=False)
+
+    def forward(self, x):
+        self.unused(x)
+        pairs = zip(self.convolutions, self.layers, strict=True)
+        return sum(layer(convolution(x)).mean(1) for convolution, layer in pairs)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_collectives_keep_their_order_and_none_is_dropped(compiling_ranks, backend):
+    """Ranks of which only some compile would add up messages of other layers."""
+    for eager, fast in compiling_ranks.run(collectives, Branches, backend):
+        assert eager[:7] == [7, 9, 11, 13, 15, 17, 19]
+        assert fast == eager
+
+
+def train_mixed(rank, world_size, how):
+    """Rank 0 eager; rank 1 compiled from the start, or later, or given up by the compiler."""
+    backend = Backend("aot_eager")
+    model = build(Residual)
+    expected = copy.deepcopy(model)
+    fast = model
+
+    def slowly(graph, inputs):
+        time.sleep(3)
+        return backend(graph, inputs)
+
+    for seed in range(4):
+        x = batch(rank, (4, 3), 5, seed)
+        if rank == 1 and how == "compiled" and seed == 0:
+            fast = compiled(model, backend)
+        if rank == 1 and how == "compiled later" and seed == 2:
+            fast = compiled(model, slowly)
+        if rank == 1 and how == "compiled, then eager":
+            fast = compiled(model, backend) if seed < 2 else model
+        assert_equal(step(fast, x), step(expected, x))
+    return backend.graphs
+
+
+@pytest.mark.works("ranks of which only some compile, or at different times")
+@pytest.mark.parametrize("how", ["compiled", "compiled later", "compiled, then eager"])
+def test_ranks_may_compile_at_different_times_or_not_at_all(compiling_ranks, how):
+    assert compiling_ranks.run(train_mixed, how)[1] > 0
