@@ -1,4 +1,7 @@
-"""Models to compile, and the comparison of a compiled step with an eager one."""
+"""Models to compile, and the comparison of a compiled step with an eager one.
+
+The models are here, where ranks find them by name: pytest imports test files by another.
+"""
 
 import copy
 import re
@@ -85,6 +88,32 @@ class Residual(nn.Module):
 
     def forward(self, x):
         return torch.relu(self.main2(self.main(x)) + self.shortcut(x))
+
+
+class Twins(nn.Module):
+    """Two layers that normalize the same input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.first(x) - 2 * self.second(x)
+
+
+class Branches(nn.Module):
+    """Layers of other widths side by side, one of which nothing needs."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(3, 4 + i, 1) for i in range(6))
+        self.layers = nn.ModuleList(nn.BatchNorm2d(4 + i) for i in range(6))
+        self.unused = nn.BatchNorm2d(3, track_running_stats=False)
+
+    def forward(self, x):
+        self.unused(x)
+        pairs = zip(self.convolutions, self.layers, strict=True)
+        return sum(layer(convolution(x)).mean(1) for convolution, layer in pairs)
 
 
 def build(make):

@@ -6,8 +6,18 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from compiling import Backend, Residual, assert_equal, batch, build, compiled, small, step
-from torch import nn
+from compiling import (
+    Backend,
+    Branches,
+    Residual,
+    Twins,
+    assert_equal,
+    batch,
+    build,
+    compiled,
+    small,
+    step,
+)
 
 # torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
 pytestmark = [
@@ -60,37 +70,11 @@ def test_collectives_are_those_of_eager(compiling_ranks, backend):
         assert fast == eager
 
 
-class Twins(nn.Module):
-    """Two layers that normalize the same input."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-
-    def forward(self, x):
-        return self.first(x) - 2 * self.second(x)
-
-
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_equal_inputs_are_summed_as_often_as_in_eager(compiling_ranks, backend):
     """A compiler that merged them would leave the eager ranks waiting."""
     for eager, fast in compiling_ranks.run(collectives, Twins, backend):
         assert eager == fast == [7, 7, 6, 6]
-
-
-class Branches(nn.Module):
-    """Layers of other widths side by side, one of which nothing needs."""
-
-    def __init__(self):
-        super().__init__()
-        self.convolutions = nn.ModuleList(nn.Conv2d(3, 4 + i, 1) for i in range(6))
-        self.layers = nn.ModuleList(nn.BatchNorm2d(4 + i) for i in range(6))
-        self.unused = nn.BatchNorm2d(3, track_running_stats=False)
-
-    def forward(self, x):
-        self.unused(x)
-        pairs = zip(self.convolutions, self.layers, strict=True)
-        return sum(layer(convolution(x)).mean(1) for convolution, layer in pairs)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
