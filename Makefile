@@ -67,13 +67,13 @@ bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(if $(QUICK),,$(BIN)/python benchmarks/table.py)
 
 gpu-check:
-	SYNCBN_COMMIT=$(COMMIT) $(PYTHON) tests/gpu_check.py $(OUTPUT)
+	SYNCBN_COMMIT=$(COMMIT) $(PYTHON) -m tools.gpu_check $(OUTPUT)
 
 # Each torch in its environment of .ci/run. The table is of CPUs.
 works:
 	$(MAKE) record-works VENV=.venv-oldest TORCH=2.11.0
 	$(MAKE) record-works VENV=.venv-newest TORCH=2.15.0
-	.venv-newest/bin/python tests/works.py
+	.venv-newest/bin/python -m tools.works
 
 record-works: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/pytest -m "works and not cuda" --works=docs/works

@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import emulated
+import paths as paths  # finds benchmarks and tools
 import pytest
 import torch
-import works
 from ranks import Ranks
+from recorder import Recorder
 
 from syncbn import _extension
 
@@ -29,7 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     folder = config.getoption("works")
     if folder is not None:
-        config.pluginmanager.register(works.Recorder(folder))
+        config.pluginmanager.register(Recorder(folder))
 
 
 def why_no_cuda() -> str | None:

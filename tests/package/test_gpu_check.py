@@ -7,11 +7,11 @@ import sys
 import time
 from pathlib import Path
 
-import gpu_check
 import pytest
-from gpu_check import Part
+from paths import ROOT
 
-ROOT = Path(__file__).parent.parent
+from tools import gpu_check
+from tools.gpu_check import Part
 
 
 def part(name, code, seconds=30):
@@ -33,7 +33,7 @@ def test_without_a_gpu_it_ends_with_words(tmp_path):
 
 @pytest.mark.parametrize(("option", "outcome"), [("-ra", "skipped"), ("--require-cuda", "error")])
 def test_cuda_tests_tell_why_they_cannot_run(option, outcome):
-    command = [sys.executable, "-m", "pytest", "tests/test_cuda_graphs.py", "-q", option]
+    command = [sys.executable, "-m", "pytest", "tests/cuda/test_graphs.py", "-q", option]
     result = subprocess.run(
         [*command, "-k", "empty_batch"],
         cwd=ROOT,
@@ -45,12 +45,15 @@ def test_cuda_tests_tell_why_they_cannot_run(option, outcome):
     assert result.returncode == (outcome == "error")
 
 
-def test_every_file_with_cuda_tests_is_run():
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "cuda", "tests"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    files = re.findall(r"^tests/(\w+\.py)::", result.stdout, re.MULTILINE)
-    listed = [file for files in gpu_check.TEST_FILES.values() for file in files]
-    assert sorted(listed) == sorted(set(files)), result.stderr
+def test_parts_run_all_tests_of_cuda_each_once():
+    def collected(paths):
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "cuda", *paths]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout + result.stderr
+        return [line for line in result.stdout.splitlines() if "::" in line]
+
+    parts = [test for paths in gpu_check.TESTS.values() for test in collected(paths)]
+    assert sorted(parts) == sorted(collected(["tests"]))
 
 
 def test_limits_leave_a_minute_of_ten_and_files_are_few():

@@ -14,27 +14,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[1]
 TAIL = 25  # lines of a failed part's log that are repeated at the end
 
-# Which test files have tests marked cuda, by the part that runs them; a test keeps this complete.
-TEST_FILES = {
-    "tests": [
-        "test_accuracy.py",
-        "test_batch_norm_apply.py",
-        "test_batch_norm_backward_apply.py",
-        "test_batch_norm_backward_reduce.py",
-        "test_batch_norm_stats.py",
-        "test_cuda_graphs.py",
-        "test_cuda_layer.py",
-        "test_cuda_operators.py",
-        "test_functional.py",
-        "test_modules.py",
-        "test_ops.py",
-        "test_torch_defects.py",
-    ],
-    "ranks": ["test_cuda_ranks.py", "test_multi_rank.py"],
-    "sanitizer": ["test_cuda_sanitizer.py"],
+# Folders of tests that run side by side; "others" are all the rest.
+TESTS = {
+    "ranks": ["tests/ranks"],
+    "sanitizer": ["tests/sanitizer"],
+    "others": ["tests", "--ignore=tests/ranks", "--ignore=tests/sanitizer"],
 }
 
 FIND_DEVICE = """
@@ -49,6 +36,8 @@ print(torch.cuda.get_device_name())
 
 @dataclass
 class Part:
+    """A command with its time limit; its name is that of its log."""
+
     name: str
     command: list[str]
     seconds: int  # at most
@@ -57,6 +46,8 @@ class Part:
 
 @dataclass
 class Outcome:
+    """The result of a part."""
+
     name: str
     result: str
     seconds: float
@@ -64,6 +55,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
+        """Whether the command ended by itself with status 0."""
         return self.result == "passed"
 
     def __str__(self) -> str:
@@ -130,15 +122,13 @@ def stages(capability: str, output: Path) -> list[list[Part]]:
     return [
         [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],
         [Part("environment", ["sh", "-c", environment], 20, env)],
-        [
-            Part(name, [*pytest, *(f"tests/{file}" for file in files)], 210, env)
-            for name, files in TEST_FILES.items()
-        ],
+        [Part(name, [*pytest, *paths], 210, env) for name, paths in TESTS.items()],
         [Part("benchmark", benchmark, 180, env)],
     ]
 
 
 def main() -> None:
+    """Run all parts, print and write the summary, and exit with 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path, help="the folder for logs and results")
     output = parser.parse_args().output.resolve()

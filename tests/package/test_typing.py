@@ -2,9 +2,8 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from paths import ROOT
 
 PROGRAM = """
 from torch import nn

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
+from paths import ROOT
 from ranks import Ranks
 
 from syncbn import SyncBatchNorm, _extension, ops
-
-ROOT = Path(__file__).parent.parent
 
 # Each operator that allocates a tensor of the input's size, where the next one of that size is too
 # much. In a process of its own: the limit is the process's.

@@ -2,11 +2,9 @@
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from paths import ROOT
 
 # Each file of the package, and what it may import of the package.
 MAY_IMPORT = {

@@ -1,21 +1,14 @@
 """The layer on CUDA: launches, waiting, streams, mixed precision, compilation."""
 
 import copy
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
 from cases import make_input
 from torch import nn
 
+from benchmarks import launches
 from syncbn import SyncBatchNorm, convert_sync_batchnorm
-
-SPEC = importlib.util.spec_from_file_location(
-    "launches", Path(__file__).parent.parent / "benchmarks" / "launches.py"
-)
-launches = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(launches)
 
 # torch's own, where a backward pass is the first to multiply matrices in its thread.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")

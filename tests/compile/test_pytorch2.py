@@ -3,11 +3,11 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "pytorch2.md"
+DOCUMENT = ROOT / "docs" / "pytorch2.md"
 PROGRAM = re.compile(r"^### (.*)\n(?:(?!^#).*\n)*?```python\n((?:.*\n)*?)```", re.MULTILINE)
 PROGRAMS = dict(PROGRAM.findall(DOCUMENT.read_text()))
 

@@ -233,10 +233,9 @@ def _exit_with_parent(parent: int) -> None:
 
 
 def _load(file: str, name: str) -> Any:
-    module_name = f"ranks_{Path(file).stem}"
-    if module_name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(module_name, file)
+    if file not in sys.modules:
+        spec = importlib.util.spec_from_file_location(file, file)
         assert spec is not None and spec.loader is not None
-        sys.modules[module_name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[module_name])
-    return getattr(sys.modules[module_name], name)
+        sys.modules[file] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[file])
+    return getattr(sys.modules[file], name)

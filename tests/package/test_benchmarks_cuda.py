@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
-from test_benchmarks import BENCHMARKS, execute, found, run, select
+from benchmarking import BENCHMARKS, execute, found, run, select
 
 # The same rows from the CPU: each clock is the host's, torch's layer is the ordinary one, and what
 # the profiler would see is made up.

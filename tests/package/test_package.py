@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 
 import syncbn
 from syncbn import collect_env
 
 PACKAGE = Path(syncbn.__file__).parent
-ROOT = Path(__file__).parent.parent
 
 
 def test_libraries_are_abi_stable_from_torch_2_11():

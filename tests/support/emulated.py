@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 from cases import reference_moments
+from paths import ROOT
 from torch import Tensor
 
-ROOT = Path(__file__).parent.parent
 EMULATION = ROOT / "tests" / "emulation"
 KERNELS = ROOT / "csrc" / "cuda" / "kernels"
 

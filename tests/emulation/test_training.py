@@ -242,10 +242,7 @@ def test_address_sanitizer_finds_no_access_outside_of_a_tensor():
         "LD_PRELOAD": ":".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0",  # Python's
     }
-    tests = [
-        str(Path(__file__).with_name(f"test_emulated_{name}.py"))
-        for name in ("kernels", "training")
-    ]
+    tests = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("kernels", "training")]
     chosen = "matches and float16 or offsets11 or small_inner or any_dtype or empty"
     command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", chosen]
     done = subprocess.run([*command, *tests], env=environment, capture_output=True, text=True)

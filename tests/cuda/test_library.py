@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from paths import ROOT
 
 import syncbn
 from syncbn import _extension, checks
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = Path(syncbn.__file__).parent
 OPERATORS = (
     "batch_norm_apply",

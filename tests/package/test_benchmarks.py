@@ -3,38 +3,19 @@
 import csv
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from benchmarking import BENCHMARKS, execute, found, run, select
+from paths import ROOT
 
 import syncbn
 
-ROOT = Path(__file__).parent.parent
-BENCHMARKS = ROOT / "benchmarks"
 RESULTS = BENCHMARKS / "results"
 MARKERS = re.compile(r"<!-- benchmark table -->\n(.*)<!-- end of benchmark table -->\n", re.DOTALL)
-
-
-def execute(*command, **variables):
-    """Run Python where the benchmarks can be imported."""
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=BENCHMARKS,  # the checkout's root would hide the installed syncbn
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
-def run(script, *args):
-    return execute(BENCHMARKS / script, *args)
 
 
 @pytest.fixture(scope="module")
@@ -57,14 +38,6 @@ def results(output):
 def rows(results):
     with results.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def found(rows, *columns):
-    return {tuple(row[column] for column in columns) for row in rows}
-
-
-def select(rows, **values):
-    return [row for row in rows if all(row[name] == value for name, value in values.items())]
 
 
 def test_rows_of_every_kind(rows):

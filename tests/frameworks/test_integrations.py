@@ -2,10 +2,10 @@
 
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "integrations.md"
+DOCUMENT = ROOT / "docs" / "integrations.md"
 
 
 def lines(heading):

@@ -3,11 +3,10 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [
     "README.md",
@@ -60,6 +59,10 @@ def test_links_lead_somewhere(name):
         assert (document.parent / target).exists(), target
 
 
-def test_every_test_file_named_in_contributing_exists():
-    for pattern in re.findall(r"tests/[\w*]+\.py", (ROOT / "CONTRIBUTING.md").read_text()):
-        assert list(ROOT.glob(pattern)), pattern
+def test_every_path_named_in_contributing_exists():
+    document = (ROOT / "CONTRIBUTING.md").read_text()
+    named = re.findall(r"(?:csrc|syncbn|tests|tools)/[\w/.<>]*", document)
+    assert len(named) > 20
+    for path in named:
+        pattern = path.rstrip("/.").replace("<name>", "*")
+        assert list(ROOT.glob(pattern)) or list(ROOT.glob(f"{pattern}.py")), path

@@ -4,13 +4,15 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import works
+from paths import ROOT
 
-TESTS = Path(__file__).parent
+from tools import works
+from tools.generated_block import replace_block
+
+TESTS = ROOT / "tests"
 VERSION = torch.__version__.split("+")[0]
 
 
@@ -24,7 +26,8 @@ def record(folder, *arguments, **options):
 
 def test_table_is_the_generated_one():
     document = (works.DOCS / "pytorch2.md").read_text()
-    assert works.replaced(document, works.table(works.read(works.DOCS / "works"))) == document
+    text = works.table(works.read(works.DOCS / "works"))
+    assert replace_block(document, works.BLOCK, text) == document
 
 
 def test_recordings_are_of_the_tests_that_are_marked(tmp_path):
@@ -76,7 +79,10 @@ def test_unmarked(): assert False
 def sample(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sample")
     (folder / "test_sample.py").write_text(SAMPLE)
-    env = {**os.environ, "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{TESTS}:{TESTS}/support:{os.environ.get('PYTHONPATH', '')}",
+    }
     return record(folder, "-p", "conftest", "test_sample.py", cwd=folder, env=env)
 
 

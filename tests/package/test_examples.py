@@ -1,9 +1,10 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+from paths import ROOT
+
+EXAMPLES = ROOT / "examples"
 
 
 def test_digits_trains_three_ways_and_compares_them(tmp_path):
