@@ -52,7 +52,7 @@ def run_nvcc(nvcc: Path, option: str) -> str:
 
 
 def why_no_cuda(nvcc: Path | None) -> str | None:
-    """What the CUDA operators lack, if anything."""
+    """The reason why CUDA operators cannot be built; empty if they can."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     needed = torch.version.cuda.split(".")[0]

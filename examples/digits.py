@@ -43,7 +43,7 @@ TOLERANCE = 8 * torch.finfo(torch.float32).eps
 
 
 class Run(NamedTuple):
-    """What a training leaves."""
+    """The results of a training."""
 
     name: str
     states: list[Tensor]  # parameters and statistics after the first step, the same at the end

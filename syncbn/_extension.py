@@ -23,6 +23,14 @@ if _torch_version() < _OLDEST_TORCH:
     )
 
 try:
+    from syncbn import _torch_private as _torch_private
+except (AttributeError, ImportError) as error:
+    raise ImportError(
+        f"this version of syncbn does not know torch {torch.__version__}: {error}. Upgrade syncbn, "
+        "or install an earlier torch"
+    ) from error
+
+try:
     from syncbn import _C
 except ImportError as error:
     raise ImportError(
@@ -55,8 +63,8 @@ def _load_cuda() -> str:
     return ""
 
 
-# Why there are no CUDA operators; empty if there are.
+# The reason for no CUDA operators; empty if there are some.
 cuda_missing: str = _load_cuda()
 
-# Where the operators can run. "meta" computes shapes only.
+# Devices that the operators run on; "meta" computes shapes only.
 device_types: tuple[str, ...] = ("cpu", "meta") if cuda_missing else ("cpu", "cuda", "meta")

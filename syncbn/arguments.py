@@ -1,4 +1,4 @@
-"""What a pass takes besides its input and its group."""
+"""The arguments of a pass besides its input and its group."""
 
 from typing import NamedTuple
 

@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from syncbn import _extension
+from syncbn import _extension, _torch_private
 from syncbn.arguments import Arguments
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -209,13 +209,13 @@ def check_momentum(momentum: object) -> None:
 
 def check_no_transform() -> None:
     """Raise NotImplementedError inside of a transform of torch.func or a trace of torch.jit."""
-    if torch._C._are_functorch_transforms_active():
+    if _torch_private.are_transforms_active():
         raise NotImplementedError(
             "SyncBatchNorm in training mode cannot be transformed by torch.func (grad, vmap, jvp, "
             "...); torch.autograd.grad differentiates it to any order, and "
             "syncbn.revert_sync_batchnorm makes layers of one process that can be transformed"
         )
-    if torch._C._get_tracing_state() is not None:
+    if _torch_private.jit_tracing_state() is not None:
         raise NotImplementedError(
             "SyncBatchNorm in training mode cannot be traced by torch.jit.trace; call eval() or "
             "syncbn.revert_sync_batchnorm first"

@@ -12,7 +12,8 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+
+from syncbn import _torch_private
 
 __all__ = [
     "AllReduceSum",
@@ -30,11 +31,11 @@ __all__ = [
 # A torch that was built without distributed knows no groups.
 _AVAILABLE = dist.is_available()
 if TYPE_CHECKING or _AVAILABLE:
-    from torch.distributed import ProcessGroup, distributed_c10d
+    from torch.distributed import ProcessGroup
 else:
     ProcessGroup = Any
 
-# What torch.distributed.new_group returns on a rank that is not a member.
+# Returned by torch.distributed.new_group on a rank that is not a member.
 _NON_MEMBER = -100
 
 
@@ -98,19 +99,17 @@ def group_named(name: str) -> ProcessGroup:
         RuntimeError: torch.distributed knows no group of this name.
     """
     try:
-        resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
-        group: ProcessGroup = resolve(name)
+        return _torch_private.resolve_process_group(name)
     except RuntimeError as error:
         raise RuntimeError(
             f"torch.distributed knows no group of the name {name!r}; a compiled or exported layer "
             "needs a process group that torch.distributed.new_group has made"
         ) from error
-    return group
 
 
 def likely_device(group: ProcessGroup) -> torch.device:
     """Return where the other ranks' tensors probably are, for a rank that has none of its own."""
-    backends = {device.type for device in group._device_types}
+    backends = _torch_private.device_types(group)
     on_cuda = "cuda" in backends and ("cpu" not in backends or torch.cuda.is_initialized())
     return torch.device("cuda" if on_cuda else "cpu")
 
@@ -121,11 +120,8 @@ def check_join() -> None:
     A rank that has run out of inputs stands in for the others' gradients there, but not for the
     collectives of a layer: they would wait for it, or take its messages for those of the layer.
     """
-    model: Any = DistributedDataParallel._active_ddp_module
-    if model is None:
-        return
-    join = model._join_config
-    if join.enable and not join.throw_on_early_termination:
+    join = _torch_private.join_config()
+    if join is not None and join.enable and not join.throw_on_early_termination:
         raise NotImplementedError(
             "SyncBatchNorm cannot train under DistributedDataParallel.join(), where a rank that "
             "has run out of inputs does not take part in the layer's all-reduce; give such a rank "
@@ -137,10 +133,8 @@ def check_join() -> None:
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten."""
     # A dispatch mode, such as selective checkpointing's, may keep an operator's result for later.
-    if torch._C._len_torch_dispatch_stack() > 0:
-        reduced = torch.ops._c10d_functional.all_reduce.default(tensor, "sum", group.group_name)
-        summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(reduced)
-        return summed
+    if _torch_private.num_dispatch_modes() > 0:
+        return _torch_private.wait(_torch_private.all_reduce(tensor, group.group_name))
     dist.all_reduce(tensor, group=group)
     return tensor
 
@@ -168,8 +162,7 @@ def find_size_mismatch(group: ProcessGroup, size: int, device: torch.device) -> 
     compared = "-".join(map(str, seen.sizes))
     seen.sizes.append(size)
     try:
-        backend: Any = group._get_backend(device)
-        number = backend._get_sequence_number_for_group()
+        number = _torch_private.count_operations(group, device)
     except RuntimeError:  # a backend that does not number its collectives
         return None
     store = group.get_group_store()
@@ -195,15 +188,15 @@ def withdraw(group: ProcessGroup, size: int, device: torch.device) -> None:
 @contextlib.contextmanager
 def _no_trace() -> Iterator[None]:
     """Suspend torch.jit.trace, which refuses what it does not know."""
-    state = torch._C._get_tracing_state()
+    state = _torch_private.jit_tracing_state()
     if state is None:  # where it cannot be set, as inside of an operator
         yield
         return
-    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    _torch_private.set_jit_tracing_state(None)
     try:
         yield
     finally:
-        torch._C._set_tracing_state(state)  # type: ignore[attr-defined]
+        _torch_private.set_jit_tracing_state(state)
 
 
 class AllReduceSum(torch.autograd.Function):

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
-from syncbn import checks, collectives, exchange, layout, ops, tracing
+from syncbn import _torch_private, checks, collectives, exchange, layout, ops, tracing
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 
@@ -159,10 +158,9 @@ def _sum_over_ranks(message: Tensor, group_name: str | None, direction: str) -> 
     """Sum a message by operators of torch's, which compilers keep, all of them and in order."""
     if group_name is None:
         return message
-    reduced = torch.ops._c10d_functional.all_reduce.default(message, "sum", group_name)
+    reduced = _torch_private.all_reduce(message, group_name)
     reduced = torch.ops.syncbn.compiled_wait.default(reduced, group_name, direction)
-    summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(reduced)
-    return summed
+    return _torch_private.wait(reduced)
 
 
 def _compute_dtype(input: Tensor) -> torch.dtype:
@@ -197,7 +195,7 @@ def _compiled_check(input: Tensor, *values: Any) -> Tensor:
 @torch.library.register_fake("syncbn::compiled_check")
 def _(input: Tensor, *values: Any) -> Tensor:
     # With a tensor on meta the graph runs this kernel in place of the other.
-    if not isinstance(input, FakeTensor):
+    if not isinstance(input, _torch_private.FakeTensor):
         return _compiled_check(input, *values)
     return torch.empty_like(input)
 
@@ -236,7 +234,7 @@ _library.define("compiled_wait(Tensor reduced, str group_name, str direction) ->
 @torch.library.impl(_library, "compiled_wait", "CompositeExplicitAutograd")
 def _(reduced: Tensor, group_name: str, direction: str) -> Tensor:
     try:
-        waited: Tensor = torch.ops._c10d_functional.wait_tensor.default(reduced)
+        waited = _torch_private.wait(reduced)
     except RuntimeError as error:
         group = collectives.group_named(group_name)
         raise exchange.communication_error(error, group, "", direction) from error

@@ -2,65 +2,29 @@
 
 import sys
 import warnings
-from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, overload
+from typing import overload
 
-import torch
-import torch.fx
-from torch import Tensor, nn
+from torch import nn
 
 # Not by torch.nn's name for it, to which a program may have bound our layer.
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from syncbn import collectives
+from syncbn import _torch_private, collectives
+from syncbn._torch_private import BatchNormBase
 from syncbn.collectives import ProcessGroup
-from syncbn.modules import ModuleT, SyncBatchNorm, record_call
+from syncbn.modules import BatchNorm, ModuleT, SyncBatchNorm, SyncBatchNormAct
 
-__all__ = ["BatchNorm", "SyncBatchNormAct", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+__all__ = ["convert_sync_batchnorm", "revert_sync_batchnorm"]
 
 Layers = list[tuple[str, nn.Module]]  # with their names in the model
-
-is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
-
-
-class BatchNorm(_BatchNorm):
-    """Batch normalization of this process alone, for 2 or more dimensions.
-
-    What :func:`revert_sync_batchnorm` makes of a layer that was not converted from another class.
-    """
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        # TorchScript does not look into this block, as it would with one condition for both.
-        if not is_scripting():  # noqa: SIM102
-            if isinstance(input, torch.fx.Proxy):  # symbolic tracing has no values to check
-                return
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
-
-class SyncBatchNormAct(SyncBatchNorm):
-    """Synchronized batch normalization, then ``drop`` and ``act``: timm's ``BatchNormAct2d``."""
-
-    drop: nn.Module
-    act: nn.Module
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize, drop, activate."""
-        if isinstance(input, torch.fx.Proxy):
-            recorded = record_call(self, SyncBatchNormAct.forward, input)
-            if recorded is not None:
-                return recorded  # type: ignore[no-any-return]
-        output: Tensor = self.act(self.drop(super().forward(input)))
-        return output
 
 
 @overload
 def convert_sync_batchnorm(
-    module: _BatchNorm, process_group: ProcessGroup | None = None
-) -> _BatchNorm: ...
+    module: BatchNormBase, process_group: ProcessGroup | None = None
+) -> BatchNormBase: ...
 
 
 @overload
@@ -105,7 +69,7 @@ def convert_sync_batchnorm(
     collectives.check_process_group(process_group)
     layers, left_alone = _layers(module, _has_no_sync_class)
     for name, layer in layers + left_alone:
-        if isinstance(layer, LazyModuleMixin) and isinstance(layer, _BatchNorm):
+        if isinstance(layer, LazyModuleMixin) and isinstance(layer, BatchNormBase):
             raise ValueError(
                 f"the layer {name!r} is a {type(layer).__name__} that does not know its number of "
                 "channels yet; run one batch through the model before converting it"
@@ -121,7 +85,7 @@ def convert_sync_batchnorm(
         target = _sync_class(layer)
         if target is None:
             return layer
-        new: SyncBatchNorm = _with_class(layer, target)
+        new: SyncBatchNorm = _torch_private.with_class(layer, target)
         new._name = name
         new.process_group = process_group
         if not isinstance(layer, TorchSyncBatchNorm):
@@ -140,7 +104,7 @@ def convert_sync_batchnorm(
 
 
 @overload
-def revert_sync_batchnorm(module: _BatchNorm) -> _BatchNorm: ...
+def revert_sync_batchnorm(module: BatchNormBase) -> BatchNormBase: ...
 
 
 @overload
@@ -180,7 +144,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         if not _is_synchronized(layer):
             return layer
         converted_from = getattr(layer, "_converted_from", None)
-        new: nn.Module = _with_class(layer, converted_from or BatchNorm)
+        new: nn.Module = _torch_private.with_class(layer, converted_from or BatchNorm)
         for attribute in ("process_group", "_name", "_converted_from"):
             new.__dict__.pop(attribute, None)
         return new
@@ -213,7 +177,7 @@ def _layers(root: nn.Module, is_left_alone: Callable[[nn.Module], bool]) -> tupl
             left_alone.append((name, module))
             return
         layers.append((name, module))
-        for child_name, child in module._modules.items():
+        for child_name, child in _torch_private.children(module).items():
             if child is not None:
                 visit(child, f"{name}.{child_name}" if name else child_name)
 
@@ -224,8 +188,8 @@ def _layers(root: nn.Module, is_left_alone: Callable[[nn.Module], bool]) -> tupl
 def _check_not_compiled(layers: Layers, is_replaced: Callable[[nn.Module], bool]) -> None:
     """Raise ValueError where code of a layer that is replaced would go on to run."""
     for name, layer in layers:
-        compiled = getattr(layer, "_orig_mod", None)  # what torch.compile(layer) wraps
-        own_code = layer._compiled_call_impl is not None and is_replaced(layer)
+        compiled = _torch_private.compiled_original(layer)
+        own_code = _torch_private.is_compiled(layer) and is_replaced(layer)
         if own_code or (compiled is not None and is_replaced(compiled)):
             raise ValueError(
                 f"the layer {name!r} has been compiled by itself, so that its old code would go on "
@@ -244,8 +208,8 @@ def _own_methods(layer: nn.Module, name: str, consequence: str) -> str:
     )
 
 
-# What a subclass may define and still be the layer it derives from.
-_HARMLESS = {"__init__", "_check_input_dim", "extra_repr"}
+# Names that a subclass may define and still be the layer it derives from.
+_HARMLESS = {"__init__", _torch_private.INPUT_CHECK, "extra_repr"}
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -267,7 +231,7 @@ def _is_plain(layer: nn.Module) -> bool:
 
 def _sync_class(layer: nn.Module) -> type[SyncBatchNorm] | None:
     """Return the class that does what this layer does, synchronized; None if there is none."""
-    if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
+    if not isinstance(layer, BatchNormBase) or isinstance(layer, SyncBatchNorm):
         return None
     if _is_plain(layer):
         return SyncBatchNorm
@@ -276,37 +240,19 @@ def _sync_class(layer: nn.Module) -> type[SyncBatchNorm] | None:
 
 def _has_no_sync_class(layer: nn.Module) -> bool:
     """Whether the layer normalizes batches in a way that none of our classes does."""
-    is_other = isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm)
+    is_other = isinstance(layer, BatchNormBase) and not isinstance(layer, SyncBatchNorm)
     return is_other and _sync_class(layer) is None
 
 
 def _timms_class(layer: nn.Module) -> type[nn.Module] | None:
     """Return timm's ``BatchNormAct2d`` if the layer is one or was one before timm's converter."""
-    cls = type(layer)
-    if cls.__module__.startswith("timm.") and {"drop", "act"} <= layer._modules.keys():
+    cls, children = type(layer), _torch_private.children(layer)
+    if cls.__module__.startswith("timm.") and {"drop", "act"} <= children.keys():
         if cls.__name__ == "BatchNormAct2d":
             return cls
         if cls.__name__ == "SyncBatchNormAct":
             return getattr(sys.modules[cls.__module__], "BatchNormAct2d", None)
     return None
-
-
-def _with_class(layer: nn.Module, cls: type[nn.Module]) -> Any:
-    """Return a module of class ``cls`` that has all that ``layer`` has.
-
-    Dictionaries of parameters, buffers and children are its own; hooks are shared, so that the
-    handles of hooks that were registered before still remove them.
-    """
-    new = cls.__new__(cls)
-    new.__dict__.update(layer.__dict__)
-    for own in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        new.__dict__[own] = layer.__dict__[own].copy()
-    # These hooks hold their module, weakly; the others are given it.
-    new.__dict__["_load_state_dict_pre_hooks"] = OrderedDict(
-        (key, type(hook)(hook.hook, new) if getattr(hook, "with_module", False) else hook)
-        for key, hook in layer.__dict__["_load_state_dict_pre_hooks"].items()
-    )
-    return new
 
 
 def _replace(
@@ -315,7 +261,8 @@ def _replace(
     """Replace each of the layers by ``replacement(layer, name)`` in those of them that hold it."""
     replaced = {id(layer): replacement(layer, name) for name, layer in layers}
     for new in replaced.values():
-        for name, child in new._modules.items():
+        children = _torch_private.children(new)
+        for name, child in children.items():
             if child is not None:
-                new._modules[name] = replaced.get(id(child), child)
+                children[name] = replaced.get(id(child), child)
     return replaced.get(id(root), root)

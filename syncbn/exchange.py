@@ -1,4 +1,4 @@
-"""What ranks tell each other besides the sums: their sizes, a withdrawal; the words of errors."""
+"""Messages between ranks besides the sums: sizes, withdrawals, and the words of their errors."""
 
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol

@@ -1,4 +1,4 @@
-"""The layer: torch.nn.SyncBatchNorm's constructor, state and behavior over our operators."""
+"""The layers: torch.nn.SyncBatchNorm's constructor, state and behavior over our operators."""
 
 import copy
 import warnings
@@ -8,19 +8,21 @@ from typing import Any, NoReturn, TypeVar, overload
 import torch
 import torch.fx
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from syncbn import checks, collectives, exchange, functional
+from syncbn import _torch_private, checks, collectives, exchange, functional
+from syncbn._torch_private import BatchNormBase
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
 
-__all__ = ["SyncBatchNorm", "record_call"]
+__all__ = ["BatchNorm", "ModuleT", "SyncBatchNorm", "SyncBatchNormAct"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
+is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
-def record_call(layer: nn.Module, forward: Callable[..., Tensor], input: torch.fx.Proxy) -> Any:
+
+def _record_call(layer: nn.Module, forward: Callable[..., Tensor], input: torch.fx.Proxy) -> Any:
     """Record the call of a layer in symbolic tracing as one node, as those of torch's layers are.
 
     The traced model then follows train() and eval(), and conversion finds its layers.
@@ -32,12 +34,12 @@ def record_call(layer: nn.Module, forward: Callable[..., Tensor], input: torch.f
     """
     tracer: Any = input.tracer
     own_forward = type(layer).forward is not forward or "forward" in vars(layer)
-    if own_forward or tracer.root is layer or layer._forward_hooks or layer._forward_pre_hooks:
+    if own_forward or tracer.root is layer or _torch_private.has_forward_hooks(layer):
         return None
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), {})
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNormBase):
     r"""Batch normalization with the statistics of the whole batch of a process group.
 
     A drop-in for :class:`torch.nn.SyncBatchNorm`: same arguments, attributes, state_dict and
@@ -79,7 +81,7 @@ class SyncBatchNorm(_BatchNorm):
         tensor([0.2000, 0.3000])
     """
 
-    # What conversion learned: the layer's name in its model, and the class that revert restores.
+    # From conversion: the layer's name in its model, and the class that revert restores.
     _name: str = ""
     _converted_from: type[nn.Module] | None = None
 
@@ -120,7 +122,7 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``; see the class."""
         if isinstance(input, torch.fx.Proxy):
-            recorded = record_call(self, SyncBatchNorm.forward, input)
+            recorded = _record_call(self, SyncBatchNorm.forward, input)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
         layer = self if torch.compiler.is_compiling() else self._name
@@ -149,8 +151,8 @@ class SyncBatchNorm(_BatchNorm):
     @overload
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: _BatchNorm, process_group: ProcessGroup | None = None
-    ) -> _BatchNorm: ...
+        cls, module: BatchNormBase, process_group: ProcessGroup | None = None
+    ) -> BatchNormBase: ...
 
     @overload
     @classmethod
@@ -190,3 +192,34 @@ class SyncBatchNorm(_BatchNorm):
             )
             state["process_group"] = None
         return state
+
+
+class SyncBatchNormAct(SyncBatchNorm):
+    """Synchronized batch normalization, then ``drop`` and ``act``: timm's ``BatchNormAct2d``."""
+
+    drop: nn.Module
+    act: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalize, drop, activate."""
+        if isinstance(input, torch.fx.Proxy):
+            recorded = _record_call(self, SyncBatchNormAct.forward, input)
+            if recorded is not None:
+                return recorded  # type: ignore[no-any-return]
+        output: Tensor = self.act(self.drop(super().forward(input)))
+        return output
+
+
+class BatchNorm(BatchNormBase):
+    """Batch normalization of this process alone, for 2 or more dimensions.
+
+    Made by :func:`syncbn.revert_sync_batchnorm` of a layer that was built as a SyncBatchNorm.
+    """
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        # TorchScript does not look into this block, as it would with one condition for both.
+        if not is_scripting():  # noqa: SIM102
+            if isinstance(input, torch.fx.Proxy):  # symbolic tracing has no values to check
+                return
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")

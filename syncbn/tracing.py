@@ -1,14 +1,10 @@
-"""Who runs the layer: a program, a tracer that records it, or a recomputation."""
+"""Runners of the layer other than a program: tracers that record it, and recomputations."""
 
 import torch
 
-__all__ = ["is_recomputation", "is_recorded"]
+from syncbn import _torch_private
 
-_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
-_RECORDING_MODES = (
-    torch._C._TorchDispatchModeKey.PROXY,
-    torch._C._TorchDispatchModeKey.FUNCTIONAL,
-)
+__all__ = ["is_recomputation", "is_recorded"]
 
 
 def is_recorded() -> bool:
@@ -17,16 +13,13 @@ def is_recorded() -> bool:
     So do torch.export, make_fx and AOTAutograd by itself, and what is built on them, such as
     pipelines and quantization-aware training; not torch.compile.
     """
-    # is_exporting() is true on 2.11 wherever torch.compile traces.
-    if torch.compiler._is_exporting_flag:
+    if _torch_private.is_exporting():
         return True
     if torch.compiler.is_compiling():
         return False
-    if torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH):
+    if _torch_private.is_recording_before_dispatch():
         return True
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return False
-    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _RECORDING_MODES)
+    return _torch_private.num_dispatch_modes() > 0 and _torch_private.is_mode_recording()
 
 
 def is_recomputation() -> bool:
@@ -34,4 +27,4 @@ def is_recomputation() -> bool:
 
     Its statistics have been counted by the first.
     """
-    return torch._C._current_graph_task_id() != -1
+    return _torch_private.graph_task_id() != -1

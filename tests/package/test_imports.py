@@ -8,18 +8,28 @@ from paths import ROOT
 
 # Each file of the package, and what it may import of the package.
 MAY_IMPORT = {
-    "_extension": {"_C"},
+    "_torch_private": set(),
+    "_extension": {"_C", "_torch_private"},
     "arguments": set(),
     "layout": set(),
-    "tracing": set(),
+    "tracing": {"_torch_private"},
     "ops": {"_extension"},
     "local": {"arguments", "checks"},
-    "checks": {"_extension", "arguments"},
-    "collectives": set(),
+    "checks": {"_extension", "_torch_private", "arguments"},
+    "collectives": {"_torch_private"},
     "exchange": {"arguments", "checks", "collectives", "layout"},
     "reference": {"collectives"},
     "passes": {"arguments", "collectives", "exchange", "layout", "ops", "reference"},
-    "compiled": {"arguments", "checks", "collectives", "exchange", "layout", "ops", "tracing"},
+    "compiled": {
+        "_torch_private",
+        "arguments",
+        "checks",
+        "collectives",
+        "exchange",
+        "layout",
+        "ops",
+        "tracing",
+    },
     "exported": {
         "arguments",
         "collectives",
@@ -43,6 +53,7 @@ MAY_IMPORT = {
     },
     "foreign_converters": set(),
     "modules": {
+        "_torch_private",
         "arguments",
         "checks",
         "collectives",
@@ -50,7 +61,7 @@ MAY_IMPORT = {
         "foreign_converters",
         "functional",
     },
-    "convert": {"collectives", "modules"},
+    "convert": {"_torch_private", "collectives", "modules"},
     "collect_env": {"_extension"},
     "__init__": {"_extension", "convert", "functional", "modules"},
 }
@@ -90,13 +101,34 @@ def test_python_imports_run_one_way(name):
     assert {(name, other) for other in found - MAY_IMPORT[name]} <= LATE
 
 
+# Underscored names of others than torch: namedtuple's method, and our own.
+OWN_NAMES = {"_replace", "_C", "_cuda", "_name", "_converted_from"}
+
+
+@pytest.mark.parametrize("name", MAY_IMPORT.keys() - {"_torch_private"})
+def test_private_names_of_torch_stand_in_one_file(name):
+    tree = ast.parse((ROOT / "syncbn" / f"{name}.py").read_text())
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and not isinstance(node.value, ast.Constant):
+            of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "sys")
+            found |= set() if of_self else {node.attr}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found |= {node.value}  # as getattr() takes it
+    private = {word for word in found if re.fullmatch(r"_[a-z]\w*|_[A-Z]\w*", word)}
+    assert not private - OWN_NAMES
+
+
 def test_only_collectives_talks_to_torch_distributed():
     users = {
         path.stem
         for path in (ROOT / "syncbn").glob("*.py")
         if re.search(r"^\s*(import|from) torch\.distributed", path.read_text(), re.MULTILINE)
     }
-    assert users == {"collectives", "collect_env"}  # collect_env lists the backends
+    # collect_env lists the backends, _torch_private needs the type of a group.
+    assert users == {"_torch_private", "collect_env", "collectives"}
 
 
 @pytest.mark.parametrize("folder", MAY_INCLUDE)

@@ -1,0 +1,160 @@
+"""Private names of torch, all that are used: a torch that drops one fails in this file.
+
+``tests/layer/test_torch_private.py`` has a test of each.
+"""
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor as FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "INPUT_CHECK",
+    "BatchNormBase",
+    "FakeTensor",
+    "all_reduce",
+    "are_transforms_active",
+    "children",
+    "compiled_original",
+    "count_operations",
+    "device_types",
+    "graph_task_id",
+    "has_forward_hooks",
+    "is_compiled",
+    "is_exporting",
+    "is_mode_recording",
+    "is_recording_before_dispatch",
+    "jit_tracing_state",
+    "join_config",
+    "num_dispatch_modes",
+    "resolve_process_group",
+    "set_jit_tracing_state",
+    "wait",
+    "with_class",
+]
+
+# Tracers, transforms, autograd.
+
+are_transforms_active = torch._C._are_functorch_transforms_active
+graph_task_id = torch._C._current_graph_task_id  # -1 outside of backward passes
+jit_tracing_state = torch._C._get_tracing_state  # of torch.jit.trace; None outside of it
+set_jit_tracing_state = torch._C._set_tracing_state  # type: ignore[attr-defined]
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+_RECORDING_MODES = (
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces.
+
+    ``torch.compiler.is_exporting()`` is true on 2.11 wherever torch.compile traces.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def is_recording_before_dispatch() -> bool:
+    """Whether a graph is recorded before autograd: torch.export's, make_fx(pre_dispatch=True)'s."""
+    return torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+
+
+def is_mode_recording() -> bool:
+    """Whether a dispatch mode records a graph: make_fx's or AOTAutograd's."""
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _RECORDING_MODES)
+
+
+# Process groups.
+
+
+def resolve_process_group(name: str) -> "ProcessGroup":
+    """Return the group of a name; RuntimeError if there is none."""
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    group: ProcessGroup = resolve(name)
+    return group
+
+
+def device_types(group: "ProcessGroup") -> set[str]:
+    """Return the types of the devices that the group has a backend for."""
+    return {device.type for device in group._device_types}
+
+
+def count_operations(group: "ProcessGroup", device: torch.device) -> int:
+    """Return the number of operations that the backend has counted.
+
+    Raises:
+        RuntimeError: The backend does not count them.
+    """
+    backend: Any = group._get_backend(device)
+    number: int = backend._get_sequence_number_for_group()
+    return number
+
+
+def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
+    """Start to sum a copy of a tensor over a group, by an operator that graphs keep."""
+    started: Tensor = torch.ops._c10d_functional.all_reduce.default(tensor, "sum", group_name)
+    return started
+
+
+def wait(started: Tensor) -> Tensor:
+    """Wait for the sum that :func:`all_reduce` has started, by an operator that graphs keep."""
+    summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
+    return summed
+
+
+def join_config() -> Any:
+    """Return the ``join()`` of the DistributedDataParallel model in its forward pass, or None."""
+    model: Any = DistributedDataParallel._active_ddp_module
+    return None if model is None else model._join_config
+
+
+# Modules.
+
+INPUT_CHECK = "_check_input_dim"  # a method of batch norm layers
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dictionary that holds the module's children."""
+    return module._modules
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after the module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def compiled_original(module: nn.Module) -> nn.Module | None:
+    """Return the module that ``torch.compile(module)`` has wrapped; None if this is no wrapper."""
+    return getattr(module, "_orig_mod", None)
+
+
+def with_class(module: nn.Module, cls: type[nn.Module]) -> Any:
+    """Return a module of class ``cls`` that has all that ``module`` has.
+
+    Dictionaries of parameters, buffers and children are its own; hooks are shared, so that the
+    handles of hooks that were registered before still remove them.
+    """
+    new = cls.__new__(cls)
+    new.__dict__.update(module.__dict__)
+    for own in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        new.__dict__[own] = module.__dict__[own].copy()
+    # These hooks hold their module, weakly; the others are given it.
+    new.__dict__["_load_state_dict_pre_hooks"] = OrderedDict(
+        (key, type(hook)(hook.hook, new) if getattr(hook, "with_module", False) else hook)
+        for key, hook in module.__dict__["_load_state_dict_pre_hooks"].items()
+    )
+    return new

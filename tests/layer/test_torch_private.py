@@ -1,0 +1,224 @@
+"""Private names of torch: each still does what the package needs of it."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.parallel import DistributedDataParallel
+
+from syncbn import _torch_private
+
+
+def recorded(function, **options):
+    """The values of a function of no arguments: as a program runs it, and where make_fx does."""
+    seen = []
+
+    def traced(x):
+        seen.append(function())
+        return x + 1
+
+    traced(torch.ones(2))
+    make_fx(traced, **options)(torch.ones(2))
+    return seen
+
+
+class Observed(torch.autograd.Function):
+    """A function that calls ``observe`` in its backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, observe):
+        ctx.observe = observe
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.observe()
+        return grad, None
+
+
+def test_graph_task_id_tells_a_backward_pass():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = Observed.apply(x, lambda: seen.append(_torch_private.graph_task_id()))
+    assert _torch_private.graph_task_id() == -1
+    y.sum().backward()
+    assert len(seen) == 1 and seen[0] >= 0
+
+
+def test_transforms_are_seen():
+    seen = []
+    torch.func.grad(lambda x: (seen.append(_torch_private.are_transforms_active()), x.sum())[1])(
+        torch.ones(2)
+    )
+    assert seen == [True] and not _torch_private.are_transforms_active()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_jit_tracing_state_can_be_read_and_set():
+    def traced(x):
+        state = _torch_private.jit_tracing_state()
+        assert state is not None
+        y = torch.zeros_like(x)
+        _torch_private.set_jit_tracing_state(None)
+        assert _torch_private.jit_tracing_state() is None
+        z = torch.full((2,), 3.0)
+        _torch_private.set_jit_tracing_state(state)
+        return x + y + z
+
+    assert _torch_private.jit_tracing_state() is None
+    graph = str(torch.jit.trace(traced, torch.ones(2), check_trace=False).graph)
+    assert "aten::zeros_like" in graph and "aten::full" not in graph
+
+
+def test_dispatch_modes_are_counted():
+    assert recorded(_torch_private.num_dispatch_modes)[0] == 0
+    assert recorded(_torch_private.num_dispatch_modes)[1] > 0
+
+
+def test_recording_modes_are_seen():
+    assert recorded(_torch_private.is_mode_recording) == [False, True]
+
+
+def test_recording_before_dispatch_is_seen():
+    assert recorded(_torch_private.is_recording_before_dispatch) == [False, False]
+    assert recorded(_torch_private.is_recording_before_dispatch, pre_dispatch=True)[1]
+
+
+def test_exporting_is_seen():
+    class Observing(nn.Module):
+        def forward(self, x):
+            return x + 1 if _torch_private.is_exporting() else x + 2
+
+    model, x = Observing(), torch.zeros(2)
+    assert torch.equal(model(x), x + 2)
+    assert torch.equal(torch.compile(model, backend="eager")(x), x + 2)
+    assert torch.equal(torch.export.export(model, (x,)).module()(x), x + 1)
+
+
+def test_fake_tensors_are_known():
+    with torch._subclasses.FakeTensorMode():
+        assert isinstance(torch.ones(2), _torch_private.FakeTensor)
+    assert not isinstance(torch.ones(2), _torch_private.FakeTensor)
+
+
+def ask_groups(rank, world_size):
+    pair = dist.new_group(list(range(world_size)))
+    before = _torch_private.count_operations(pair, torch.device("cpu"))
+    dist.all_reduce(torch.ones(1), group=pair)
+    after = _torch_private.count_operations(pair, torch.device("cpu"))
+    x = torch.full((2,), rank + 1.0)
+    summed = _torch_private.wait(_torch_private.all_reduce(x, pair.group_name))
+    assert torch.equal(x, torch.full((2,), rank + 1.0))  # a copy was summed
+    return (
+        _torch_private.resolve_process_group(pair.group_name) is pair,
+        "cpu" in _torch_private.device_types(pair),
+        after - before,
+        summed.tolist(),
+    )
+
+
+def test_groups_are_found_counted_and_summed_over(two_ranks):
+    assert two_ranks.run(ask_groups) == [(True, True, 1, [3.0, 3.0])] * 2
+
+
+def ask_join(rank, world_size):
+    class Asking(nn.Linear):
+        def forward(self, x):
+            join = _torch_private.join_config()
+            seen.append(join and (join.enable, join.throw_on_early_termination))
+            return super().forward(x)
+
+    seen = []
+    model = DistributedDataParallel(Asking(2, 2))
+    model(torch.ones(1, 2)).sum().backward()
+    for throw in (False, True):
+        with model.join(throw_on_early_termination=throw):
+            model(torch.ones(1, 2)).sum().backward()
+    model.module(torch.ones(1, 2))
+    return seen
+
+
+def test_join_is_seen(two_ranks):
+    expected = [(False, False), (True, False), (True, True), None]
+    assert two_ranks.run(ask_join) == [expected] * 2
+
+
+def test_unknown_group_is_a_runtime_error():
+    with pytest.raises(RuntimeError):
+        _torch_private.resolve_process_group("no such group")
+
+
+def test_children_are_those_of_the_module():
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    assert list(_torch_private.children(model)) == ["0", "1"]
+    _torch_private.children(model)["1"] = other = nn.Tanh()
+    assert model[1] is other
+
+
+@pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+def test_forward_hooks_are_seen(register):
+    layer = nn.Linear(1, 1)
+    layer.register_full_backward_hook(lambda *_: None)
+    assert not _torch_private.has_forward_hooks(layer)
+    getattr(layer, register)(lambda *_: None)
+    assert _torch_private.has_forward_hooks(layer)
+
+
+def test_compiled_modules_are_known():
+    layer = nn.Linear(1, 1)
+    assert _torch_private.compiled_original(torch.compile(layer, backend="eager")) is layer
+    assert _torch_private.compiled_original(layer) is None
+    assert not _torch_private.is_compiled(layer)
+    layer.compile(backend="eager")
+    assert _torch_private.is_compiled(layer)
+
+
+def test_module_with_another_class_has_all_that_the_first_had():
+    class Other(nn.BatchNorm2d):
+        pass
+
+    layer = nn.BatchNorm2d(3)
+    layer.attribute = "kept"
+    calls = []
+    handle = layer.register_forward_hook(lambda *_: calls.append("forward"))
+    layer.register_load_state_dict_pre_hook(lambda module, *_: calls.append(type(module)))
+    new = _torch_private.with_class(layer, Other)
+    assert type(new) is Other and type(layer) is nn.BatchNorm2d
+    assert new.attribute == "kept" and new.weight is layer.weight
+    new.register_parameter("more", None)
+    new.register_buffer("another", torch.ones(1), persistent=False)
+    new.add_module("child", nn.ReLU())
+    assert not {"more", "another", "child"} & {*layer._parameters, *layer._buffers, *layer._modules}
+    new.load_state_dict(copy.deepcopy(layer.state_dict()))
+    new(torch.rand(2, 3, 4, 4))
+    assert calls == [Other, "forward"]
+    handle.remove()
+    new(torch.rand(2, 3, 4, 4))
+    assert calls == [Other, "forward"]
+
+
+def test_base_class_is_that_of_torchs_layers():
+    assert issubclass(nn.BatchNorm2d, _torch_private.BatchNormBase)
+    assert issubclass(nn.SyncBatchNorm, _torch_private.BatchNormBase)
+    assert not issubclass(nn.InstanceNorm2d, _torch_private.BatchNormBase)
+
+
+def test_layers_check_their_input_by_the_method_of_this_name():
+    layer, calls = nn.BatchNorm2d(3), []
+    setattr(layer, _torch_private.INPUT_CHECK, calls.append)
+    layer(torch.rand(2, 3, 4, 4))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("name", ["_current_graph_task_id", "_len_torch_dispatch_stack"])
+def test_torch_without_a_name_ends_the_import_with_words(name):
+    code = f"import torch; del torch._C.{name}; import syncbn"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    last = result.stderr.splitlines()[-1]
+    assert f"this version of syncbn does not know torch {torch.__version__}" in last
+    assert name in last and last.endswith("Upgrade syncbn, or install an earlier torch")
