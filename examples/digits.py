@@ -101,7 +101,7 @@ def differences(run: Run, other: Run) -> list[float]:
 
 def draw(runs: list[Run], path: str) -> None:
     """Draw test accuracy and loss over the steps."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(8, 2.8), layout="constrained")
     for column, axes in enumerate(figure.subplots(1, 2), 1):
         for run, style in zip(runs, ("-", "-", "k:"), strict=True):
             x, y = [point[0] for point in run.points], [point[column] for point in run.points]
