@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INPUT_CHECK",
+    "PRE_DISPATCH",
     "BatchNormBase",
     "FakeTensor",
     "all_reduce",
@@ -28,9 +29,9 @@ __all__ = [
     "graph_task_id",
     "has_forward_hooks",
     "is_compiled",
+    "is_dispatch_key_included",
     "is_exporting",
     "is_mode_recording",
-    "is_recording_before_dispatch",
     "jit_tracing_state",
     "join_config",
     "num_dispatch_modes",
@@ -47,8 +48,10 @@ graph_task_id = torch._C._current_graph_task_id  # -1 outside of backward passes
 jit_tracing_state = torch._C._get_tracing_state  # of torch.jit.trace; None outside of it
 set_jit_tracing_state = torch._C._set_tracing_state  # type: ignore[attr-defined]
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
+is_dispatch_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+# Included where a graph is recorded before autograd: torch.export's, make_fx(pre_dispatch=True)'s.
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
-_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 _RECORDING_MODES = (
     torch._C._TorchDispatchModeKey.PROXY,
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
@@ -61,11 +64,6 @@ def is_exporting() -> bool:
     ``torch.compiler.is_exporting()`` is true on 2.11 wherever torch.compile traces.
     """
     return torch.compiler._is_exporting_flag
-
-
-def is_recording_before_dispatch() -> bool:
-    """Whether a graph is recorded before autograd: torch.export's, make_fx(pre_dispatch=True)'s."""
-    return torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
 
 
 def is_mode_recording() -> bool:

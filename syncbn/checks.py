@@ -23,6 +23,7 @@ def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
     Raises:
         TypeError, ValueError, NotImplementedError: As the checks below do.
     """
+    check_no_transform()
     # Almost always nothing is wrong, which takes a fraction of the time to see.
     if (
         _are_ordinary(input, arguments)

@@ -1,13 +1,9 @@
-"""The only file that talks to torch.distributed: groups, the all-reduce, and its bare messages.
+"""Process groups and the all-reduce: the only file that calls torch.distributed.
 
 A forward or backward pass makes one call of :func:`all_reduce_sum`.
 """
 
-import contextlib
-from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,13 +15,10 @@ __all__ = [
     "AllReduceSum",
     "ProcessGroup",
     "all_reduce_sum",
-    "check_join",
     "check_process_group",
-    "find_size_mismatch",
     "group_named",
     "likely_device",
     "resolve_group",
-    "withdraw",
 ]
 
 # A torch that was built without distributed knows no groups.
@@ -37,22 +30,6 @@ else:
 
 # Returned by torch.distributed.new_group on a rank that is not a member.
 _NON_MEMBER = -100
-
-
-class _SizesSeen:
-    """The message sizes that a group has compared, and which group of its name it is."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        name = ""
-        with contextlib.suppress(RuntimeError):  # torch.distributed gives its groups names
-            name = str(group.group_name)
-        _groups_named[name] += 1
-        self.generation = _groups_named[name]
-        self.sizes: list[int] = []
-
-
-_sizes_seen: WeakKeyDictionary[ProcessGroup, _SizesSeen] = WeakKeyDictionary()
-_groups_named: Counter[str] = Counter()
 
 
 def check_process_group(process_group: object) -> None:
@@ -114,22 +91,6 @@ def likely_device(group: ProcessGroup) -> torch.device:
     return torch.device("cuda" if on_cuda else "cpu")
 
 
-def check_join() -> None:
-    """Raise NotImplementedError in a forward pass under DistributedDataParallel.join().
-
-    A rank that has run out of inputs stands in for the others' gradients there, but not for the
-    collectives of a layer: they would wait for it, or take its messages for those of the layer.
-    """
-    join = _torch_private.join_config()
-    if join is not None and join.enable and not join.throw_on_early_termination:
-        raise NotImplementedError(
-            "SyncBatchNorm cannot train under DistributedDataParallel.join(), where a rank that "
-            "has run out of inputs does not take part in the layer's all-reduce; give such a rank "
-            "empty batches instead, or call join(throw_on_early_termination=True) to end all ranks "
-            "together"
-        )
-
-
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten."""
     # A dispatch mode, such as selective checkpointing's, may keep an operator's result for later.
@@ -137,66 +98,6 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
         return _torch_private.wait(_torch_private.all_reduce(tensor, group.group_name))
     dist.all_reduce(tensor, group=group)
     return tensor
-
-
-def find_size_mismatch(group: ProcessGroup, size: int, device: torch.device) -> int | None:
-    """Before a group's first message of this size, compare it with what other ranks send.
-
-    Ranks whose messages differ in size crash (gloo) or hang (NCCL) inside the collective. The
-    group's store tells beforehand: the first rank to come writes its size, the others compare.
-    Never waits, and sends no collective.
-
-    Ranks compare if they have compared the same sizes before, in the same group (a later one may
-    have its name and its store), and if their backend has counted as many operations. The count
-    keeps apart the ranks of which some compile, which do not compare; where it differs for another
-    reason, such as sends between some of them, ranks do not compare.
-
-    Returns:
-        The size that another rank sends, if it differs.
-    """
-    seen = _sizes_seen.get(group)
-    if seen is None:
-        seen = _sizes_seen[group] = _SizesSeen(group)
-    if size in seen.sizes:
-        return None
-    compared = "-".join(map(str, seen.sizes))
-    seen.sizes.append(size)
-    try:
-        number = _torch_private.count_operations(group, device)
-    except RuntimeError:  # a backend that does not number its collectives
-        return None
-    store = group.get_group_store()
-    if store is None:  # MPI has none
-        return None
-    key = f"syncbn/{seen.generation}/{number}/{compared}"
-    first = int(store.compare_set(key, "", str(size)))
-    return None if first == size else first
-
-
-def withdraw(group: ProcessGroup, size: int, device: torch.device) -> None:
-    """Take part in the forward collective of the other ranks with a count of NaN.
-
-    A rank that found its input bad calls this before it raises, so that the others fail at once
-    with words instead of waiting for it. An error in here must not hide the first one.
-    """
-    with _no_trace(), contextlib.suppress(RuntimeError, ValueError):
-        message = torch.zeros(size, dtype=torch.float64, device=device)
-        message[-1] = torch.nan
-        all_reduce_sum(message, group)
-
-
-@contextlib.contextmanager
-def _no_trace() -> Iterator[None]:
-    """Suspend torch.jit.trace, which refuses what it does not know."""
-    state = _torch_private.jit_tracing_state()
-    if state is None:  # where it cannot be set, as inside of an operator
-        yield
-        return
-    _torch_private.set_jit_tracing_state(None)
-    try:
-        yield
-    finally:
-        _torch_private.set_jit_tracing_state(state)
 
 
 class AllReduceSum(torch.autograd.Function):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import _torch_private, checks, collectives, exchange, layout, ops, tracing
+from syncbn import _torch_private, checks, collectives, exchange, layout, ops, passes
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 
@@ -37,7 +37,7 @@ def train(
         if not _fits_operator(input, arguments):
             checks.check_training(input, arguments, alone=group is None)
             return None
-        # When the graph runs, in the words and with the withdrawal of an eager layer.
+        # Raises when the graph runs, in the words and with the withdrawal of an eager layer.
         failed: Tensor = torch.ops.syncbn.compiled_check.default(
             input, *arguments, group_name, exchange.layer_name(layer)
         )
@@ -188,7 +188,7 @@ _library.define(
 @torch.library.impl(_library, "compiled_check", "CompositeExplicitAutograd")
 def _compiled_check(input: Tensor, *values: Any) -> Tensor:
     *fields, group_name, layer_name = values
-    exchange.prepare(input, Arguments(*fields), _group(group_name), layer_name)
+    exchange.check(input, Arguments(*fields), _group(group_name), layer_name)
     raise AssertionError("the graph was compiled for arguments that fail a check")
 
 
@@ -216,10 +216,11 @@ _library.define(
 @torch.library.impl(_library, "compiled_stats", "CompositeExplicitAutograd")
 def _(input: Tensor, group_name: str | None, call: Tensor) -> Tensor:
     group = _group(group_name)
-    if group is not None:
-        exchange.meet(group, input, layer="")
     with exchange.guard(group, "", input):
-        return ops.batch_norm_stats(layout.as_dense(input))
+        message = ops.batch_norm_stats(layout.as_dense(input))
+    if group is not None:
+        exchange.compare_sizes(message, group, layer="")
+    return message
 
 
 @torch.library.register_fake("syncbn::compiled_stats")
@@ -273,15 +274,11 @@ def _(
     checks.check_eps(eps)
     if momentum is not None:
         checks.check_momentum(momentum)
-    if tracing.is_recomputation():
-        running_mean = running_var = num_batches_tracked = None
-        momentum = 0.0
     no_input = totals.new_empty((0, totals.numel() // 2), dtype=input_dtype)
     running = (running_mean, running_var, num_batches_tracked, momentum)
-    try:
-        _, mean, invstd, count = ops.batch_norm_apply(no_input, totals, None, None, *running, eps)
-    except RuntimeError as error:
-        raise exchange.with_place(error, "", _group(group_name)) from None
+    arguments = Arguments(None, None, *running, eps)
+    _, *statistics = passes.normalize(no_input, totals, arguments, _group(group_name), layer="")
+    mean, invstd, count = statistics
     return mean, invstd, count
 
 

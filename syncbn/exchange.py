@@ -1,23 +1,28 @@
-"""Messages between ranks besides the sums: sizes, withdrawals, and the words of their errors."""
+"""Messages between ranks: the sums of a pass, sizes, withdrawals, and the words of their errors."""
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from syncbn import checks, collectives, layout
+from syncbn import _torch_private, checks, collectives, layout, ops
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 
 __all__ = [
     "Layer",
+    "check",
     "communication_error",
+    "compare_sizes",
     "guard",
     "layer_name",
-    "meet",
-    "prepare",
     "sum_over_ranks",
+    "sum_statistics",
     "with_place",
 ]
 
@@ -32,6 +37,50 @@ class _Named(Protocol):
 # A layer in errors: its name, or in a compiled graph itself. A graph that has read the name does
 # not serve another layer, so that it is read where it is said.
 Layer = str | _Named
+
+
+def sum_statistics(
+    input: Tensor, group: ProcessGroup | None, layer: Layer, arguments: Arguments | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the input, dense, and its message of :func:`syncbn.ops.batch_norm_stats`, summed.
+
+    A rank that fails a check of ``arguments``, if they are given, or runs out of memory withdraws.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`check` and :func:`compare_sizes`.
+        RuntimeError: The collective failed.
+    """
+    with guard(group, layer, input, arguments):
+        if arguments is not None:
+            checks.check_training(input, arguments, alone=group is None)
+        dense = layout.as_dense(input)
+        totals = ops.batch_norm_stats(dense)
+    if group is not None:
+        compare_sizes(totals, group, layer)
+        totals = sum_over_ranks(totals, group, layer, "forward")
+    return dense, totals
+
+
+def sum_over_ranks(message: Tensor, group: ProcessGroup, layer: Layer, direction: str) -> Tensor:
+    """Sum the ``direction`` message of a layer over the ranks.
+
+    Raises:
+        NotImplementedError: In a batch of gradients.
+        RuntimeError: The collective failed; the error names the layer and the rank.
+    """
+    try:
+        return collectives.all_reduce_sum(message, group)
+    except RuntimeError as error:
+        if "Batching rule not implemented" in str(error):
+            words = "gradients of several ranks cannot be batched; leave out is_grads_batched=True"
+            raise with_place(NotImplementedError(words), layer, group) from error
+        raise communication_error(error, group, layer, direction) from error
+
+
+def check(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer) -> None:
+    """Make the checks of a training pass; a rank that fails one withdraws."""
+    with guard(group, layer, input, arguments):
+        checks.check_training(input, arguments, alone=group is None)
 
 
 class guard:
@@ -72,21 +121,26 @@ class guard:
             raise with_place(error, self.layer, self.group) from None
 
 
-def prepare(
-    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer
-) -> Tensor:
-    """Return the input, dense, after :func:`syncbn.checks.check_training`.
-
-    A rank that fails a check, or runs out of memory, withdraws.
-    """
-    with guard(group, layer, input, arguments):
-        checks.check_no_transform()
-        checks.check_training(input, arguments, alone=group is None)
-        dense = layout.as_dense(input)
-    return dense
+# Sizes: ranks whose messages differ in size crash (gloo) or hang (NCCL) inside the collective.
 
 
-def meet(group: ProcessGroup, input: Tensor, layer: Layer) -> None:
+class _SizesSeen:
+    """The message sizes that a group has compared, and which group of its name it is."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        name = ""
+        with contextlib.suppress(RuntimeError):  # torch.distributed gives its groups names
+            name = str(group.group_name)
+        _groups_named[name] += 1
+        self.generation = _groups_named[name]
+        self.sizes: list[int] = []
+
+
+_sizes_seen: WeakKeyDictionary[ProcessGroup, _SizesSeen] = WeakKeyDictionary()
+_groups_named: Counter[str] = Counter()
+
+
+def compare_sizes(message: Tensor, group: ProcessGroup, layer: Layer) -> None:
     """Check that the ranks of a forward pass can meet in its collective.
 
     Raises:
@@ -94,72 +148,72 @@ def meet(group: ProcessGroup, input: Tensor, layer: Layer) -> None:
         RuntimeError: The ranks cannot compare their sizes.
         ValueError: Another rank's message to this group has another size.
     """
+    _check_join(group, layer)
+    size = message.numel()
     try:
-        collectives.check_join()
-    except NotImplementedError as error:
-        raise with_place(error, layer, group) from None
-    try:
-        other = collectives.find_size_mismatch(group, message_size(input.size(1)), input.device)
+        other = find_size_mismatch(group, size, message.device)
     except RuntimeError as error:
         raise communication_error(error, group, layer, "forward") from error
     if other is not None:
-        collectives.withdraw(group, other, input.device)
+        _send_withdrawal(group, other, message.device)
         raise ValueError(
             f"expected the same channels on all ranks, but this rank normalizes "
-            f"{input.size(1)} while another normalizes {(other - 1) // 2}; the ranks run "
+            f"{(size - 1) // 2} while another normalizes {(other - 1) // 2}; the ranks run "
             f"different layers{_place(layer, group)}"
         )
 
 
-def sum_over_ranks(message: Tensor, group: ProcessGroup, layer: Layer, direction: str) -> Tensor:
-    """Sum the ``direction`` message of a layer over the ranks.
+def find_size_mismatch(group: ProcessGroup, size: int, device: torch.device) -> int | None:
+    """Before a group's first message of this size, compare it with that of other ranks.
 
-    Raises:
-        NotImplementedError: In a batch of gradients.
-        RuntimeError: The collective failed; the error names the layer and the rank.
+    The group's store tells: the first rank to come writes its size, the others compare. Never
+    waits, and sends no collective.
+
+    Ranks compare if they have compared the same sizes before, in the same group (a later one may
+    have its name and its store), and if their backend has counted as many operations. The count
+    keeps apart the ranks of which some compile, which do not compare; where it differs for another
+    reason, such as sends between some of them, ranks do not compare.
+
+    Returns:
+        The size that another rank sends, if it differs.
     """
+    seen = _sizes_seen.get(group)
+    if seen is None:
+        seen = _sizes_seen[group] = _SizesSeen(group)
+    if size in seen.sizes:
+        return None
+    compared = "-".join(map(str, seen.sizes))
+    seen.sizes.append(size)
     try:
-        return collectives.all_reduce_sum(message, group)
-    except RuntimeError as error:
-        if "Batching rule not implemented" in str(error):
-            words = "gradients of several ranks cannot be batched; leave out is_grads_batched=True"
-            raise with_place(NotImplementedError(words), layer, group) from error
-        raise communication_error(error, group, layer, direction) from error
+        number = _torch_private.count_operations(group, device)
+    except RuntimeError:  # a backend that does not number its collectives
+        return None
+    store = group.get_group_store()
+    if store is None:  # MPI has none
+        return None
+    key = f"syncbn/{seen.generation}/{number}/{compared}"
+    first = int(store.compare_set(key, "", str(size)))
+    return None if first == size else first
 
 
-def layer_name(layer: Layer) -> str:
-    """Return the name of a layer in its model; empty if unknown."""
-    return layer if isinstance(layer, str) else layer._name
+def _check_join(group: ProcessGroup, layer: Layer) -> None:
+    """Raise NotImplementedError in a forward pass under DistributedDataParallel.join().
+
+    A rank that has run out of inputs stands in for the others' gradients there, but not for the
+    collectives of a layer: they would wait for it, or take its messages for those of the layer.
+    """
+    join = _torch_private.join_config()
+    if join is not None and join.enable and not join.throw_on_early_termination:
+        words = (
+            "SyncBatchNorm cannot train under DistributedDataParallel.join(), where a rank that "
+            "has run out of inputs does not take part in the layer's all-reduce; give such a rank "
+            "empty batches instead, or call join(throw_on_early_termination=True) to end all ranks "
+            "together"
+        )
+        raise with_place(NotImplementedError(words), layer, group)
 
 
-def with_place(error: Exception, layer: Layer, group: ProcessGroup | None) -> Exception:
-    """Return the error with the layer and the rank at the end of its text."""
-    return type(error)(f"{error}{_place(layer, group)}")
-
-
-def message_size(channels: int) -> int:
-    """Return the number of values that a rank sends forward: csrc/ops.cpp says which."""
-    return 2 * channels + 1
-
-
-def _place(layer: Layer, group: ProcessGroup | None) -> str:
-    """Return which layer and rank this is, in brackets to follow a message; empty if unknown."""
-    rank = "" if group is None else f"rank {group.rank()} of {group.size()}"
-    name = layer_name(layer)
-    known = ", ".join(part for part in (f"layer {name!r}" if name else "", rank) if part)
-    return f" [{known}]" if known else ""
-
-
-def communication_error(
-    error: RuntimeError, group: ProcessGroup, layer: Layer, direction: str
-) -> RuntimeError:
-    """Return the error of a collective that failed, with what may have happened and where."""
-    return RuntimeError(
-        f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has failed, "
-        "left, did not come in time or runs another layer; look at the first error of the other "
-        "ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what they do"
-        f"{_place(layer, group)}: {error}"
-    )
+# Withdrawal: a message whose count is NaN, in place of the one that the other ranks wait for.
 
 
 def _withdraw(group: ProcessGroup, input: object, arguments: Arguments | None) -> None:
@@ -174,4 +228,62 @@ def _withdraw(group: ProcessGroup, input: object, arguments: Arguments | None) -
             num_features = input.size(1)
     if num_features is not None:
         device = tensors[0].device if tensors else collectives.likely_device(group)
-        collectives.withdraw(group, message_size(num_features), device)
+        _send_withdrawal(group, 2 * num_features + 1, device)
+
+
+def _send_withdrawal(group: ProcessGroup, size: int, device: torch.device) -> None:
+    """Take part in the forward collective of the other ranks with a count of NaN.
+
+    An error in here must not hide that of the rank.
+    """
+    with _no_trace(), contextlib.suppress(RuntimeError, ValueError):
+        message = torch.zeros(size, dtype=torch.float64, device=device)
+        message[-1] = torch.nan
+        collectives.all_reduce_sum(message, group)
+
+
+@contextlib.contextmanager
+def _no_trace() -> Iterator[None]:
+    """Suspend torch.jit.trace, which refuses what it does not know."""
+    state = _torch_private.jit_tracing_state()
+    if state is None:  # where it cannot be set, as inside of an operator
+        yield
+        return
+    _torch_private.set_jit_tracing_state(None)
+    try:
+        yield
+    finally:
+        _torch_private.set_jit_tracing_state(state)
+
+
+# Words.
+
+
+def layer_name(layer: Layer) -> str:
+    """Return the name of a layer in its model; empty if unknown."""
+    return layer if isinstance(layer, str) else layer._name
+
+
+def with_place(error: Exception, layer: Layer, group: ProcessGroup | None) -> Exception:
+    """Return the error with the layer and the rank at the end of its text."""
+    return type(error)(f"{error}{_place(layer, group)}")
+
+
+def communication_error(
+    error: RuntimeError, group: ProcessGroup, layer: Layer, direction: str
+) -> RuntimeError:
+    """Return the error of a collective that failed, with what may have happened and where."""
+    return RuntimeError(
+        f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has failed, "
+        "left, did not come in time or runs another layer; look at the first error of the other "
+        "ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what they do"
+        f"{_place(layer, group)}: {error}"
+    )
+
+
+def _place(layer: Layer, group: ProcessGroup | None) -> str:
+    """Return which layer and rank this is, in brackets to follow a message; empty if unknown."""
+    rank = "" if group is None else f"rank {group.rank()} of {group.size()}"
+    name = layer_name(layer)
+    known = ", ".join(part for part in (f"layer {name!r}" if name else "", rank) if part)
+    return f" [{known}]" if known else ""

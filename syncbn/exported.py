@@ -20,9 +20,9 @@ def train(
     input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: exchange.Layer
 ) -> Tensor:
     """As :func:`syncbn.functional.train`: alone torch's own operator, in a group one of ours."""
-    exchange.prepare(input, arguments, group, layer)
+    exchange.check(input, arguments, group, layer)
     if not torch.compiler.is_compiling() and tracing.is_recomputation():
-        # What it recomputes has been recorded with its update; this one goes nowhere.
+        # The recomputed pass has been recorded with its update; this update goes nowhere.
         arguments = arguments._replace(
             running_mean=_copy(arguments.running_mean),
             running_var=_copy(arguments.running_var),
@@ -57,12 +57,9 @@ def _(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group_name: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     group = collectives.group_named(group_name)
-    exchange.meet(group, input, layer="")
-    with exchange.guard(group, "", input):
-        dense = layout.as_dense(input)
+    dense, totals = exchange.sum_statistics(input, group, layer="")
     arguments = Arguments(weight, bias, None, None, None, 0.0, eps)
-    totals, *results = passes.forward(dense, arguments, group, layer="")
-    output, mean, invstd, count = results
+    output, mean, invstd, count = passes.normalize(dense, totals, arguments, group, layer="")
     return output, totals, mean, invstd, count
 
 

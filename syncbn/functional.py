@@ -120,20 +120,16 @@ def train(
     if tracing.is_recorded():
         return exported.train(input, arguments, group, layer)
     output: Tensor
+    # Asked in here: torch.compile traces what this calls even where it has given up this function.
     if torch.compiler.is_compiling():
         traced = compiled.train(input, arguments, group, layer)
         if traced is not None:
             return traced
         output = _train_uncompiled(input, arguments, process_group, layer)
         return output
-    # Out here, where autograd sees it: higher derivatives go through what is saved.
-    dense = exchange.prepare(input, arguments, group, layer)
-    if group is not None:
-        exchange.meet(group, input, layer)
-    if tracing.is_recomputation():
-        arguments = arguments.without_running()
+    dense, totals = exchange.sum_statistics(input, group, layer, arguments)
     weight, bias, *_ = arguments
-    output = SyncBatchNormFunction.apply(dense, weight, bias, arguments, group, layer)
+    output = SyncBatchNormFunction.apply(dense, weight, bias, totals, arguments, group, layer)
     return output
 
 
@@ -145,7 +141,11 @@ _train_uncompiled = torch.compiler.disable(
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """Batch normalization by the statistics of a group: one collective forward, one backward."""
+    """Batch normalization of a dense input by the statistics of a group.
+
+    They have been summed over the group when it comes here: autograd, which sees the dense input,
+    can differentiate the gradient again. The backward pass makes one collective.
+    """
 
     @staticmethod
     def forward(
@@ -153,15 +153,16 @@ class SyncBatchNormFunction(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        totals: Tensor,
         arguments: Arguments,
         group: ProcessGroup | None,
         layer: exchange.Layer,
     ) -> Tensor:
-        """Return the normalized input, which is dense; arguments as :func:`train`.
+        """Return the normalized input.
 
-        Those with a gradient are given again by themselves: autograd looks for no others.
+        Weight and bias are given beside ``arguments``, in which autograd does not look for them.
         """
-        _, output, mean, invstd, count = passes.forward(input, arguments, group, layer)
+        output, mean, invstd, count = passes.normalize(input, totals, arguments, group, layer)
         # Never the running statistics or the bias: they may change before backward (a network
         # that runs twice, an optimizer step), and nothing here needs their old values.
         ctx.save_for_backward(input, weight, mean, invstd, count)
@@ -189,4 +190,4 @@ class SyncBatchNormFunction(torch.autograd.Function):
             ctx.layer,
             ctx.needs_input_grad[0],
         )
-        return *gradients, None, None, None
+        return *gradients, None, None, None, None

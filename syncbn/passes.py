@@ -1,33 +1,37 @@
-"""The forward and the backward pass of a layer in training: operators and collectives joined.
+"""The passes of a layer in training, once the ranks have summed their statistics.
 
-Two ways lead here: :mod:`syncbn.functional` from a program and :mod:`syncbn.exported` from a graph
-that a tracer recorded. What torch.compile traces is in :mod:`syncbn.compiled`.
+They serve :mod:`syncbn.functional`, for a program, and :mod:`syncbn.exported`, for a graph that a
+tracer recorded. A graph of torch.compile is in :mod:`syncbn.compiled`.
 """
 
 import torch
 from torch import Tensor
 
-from syncbn import exchange, layout, ops, reference
+from syncbn import exchange, layout, ops, reference, tracing
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 
-__all__ = ["backward", "forward"]
+__all__ = ["backward", "normalize"]
 
 
-def forward(
-    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: exchange.Layer
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return totals, output, mean, invstd and count of a dense input.
+def normalize(
+    input: Tensor,
+    totals: Tensor,
+    arguments: Arguments,
+    group: ProcessGroup | None,
+    layer: exchange.Layer,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return output, mean, invstd and count of a dense input: :func:`syncbn.ops.batch_norm_apply`.
 
-    The first is the message of :func:`syncbn.ops.batch_norm_stats`, summed over the group; the
-    others are what :func:`syncbn.ops.batch_norm_apply` makes of it.
+    A recomputation leaves the running statistics alone.
+
+    Raises:
+        RuntimeError: Another rank has withdrawn; the error names the layer and the rank.
     """
-    with exchange.guard(group, layer, input):
-        totals = ops.batch_norm_stats(input)
-    if group is not None:
-        totals = exchange.sum_over_ranks(totals, group, layer, "forward")
+    if tracing.is_recomputation():
+        arguments = arguments.without_running()
     try:
-        return totals, *ops.batch_norm_apply(input, totals, *arguments.for_operators())
+        return ops.batch_norm_apply(input, totals, *arguments.for_operators())
     except RuntimeError as error:
         raise exchange.with_place(error, layer, group) from None
 

@@ -1,4 +1,4 @@
-"""Runners of the layer other than a program: tracers that record it, and recomputations."""
+"""Runners of a layer other than a program: tracers that record it, and recomputations."""
 
 import torch
 
@@ -13,11 +13,9 @@ def is_recorded() -> bool:
     So do torch.export, make_fx and AOTAutograd by itself, and what is built on them, such as
     pipelines and quantization-aware training; not torch.compile.
     """
-    if _torch_private.is_exporting():
-        return True
     if torch.compiler.is_compiling():
-        return False
-    if _torch_private.is_recording_before_dispatch():
+        return _torch_private.is_exporting()
+    if _torch_private.is_dispatch_key_included(_torch_private.PRE_DISPATCH):
         return True
     return _torch_private.num_dispatch_modes() > 0 and _torch_private.is_mode_recording()
 

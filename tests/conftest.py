@@ -54,7 +54,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def each_device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Where a test that names no device creates its tensors."""
+    """The default device, for tests that name none."""
     if request.param != "cpu":
         torch.set_default_device(request.param)
     yield torch.device(request.param)

@@ -134,7 +134,7 @@ def test_cuda_tensor_without_cuda_operators_is_an_error_with_the_reason(monkeypa
 
 
 def configure(tmp_path, setting, nvcc=None):
-    """What setup.py says before it builds, where only `nvcc`, a shell script, is found."""
+    """Output of setup.py before it builds, where only `nvcc`, a shell script, is found."""
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     if nvcc is not None:

@@ -22,7 +22,7 @@ from syncbn import ops
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_cuda")]
 
-# What a grid or a block of threads has to be divided over.
+# Shapes over which a grid or a block of threads has to be divided.
 LARGE_SHAPES = [
     (16, 70001),  # more channels than a grid has rows
     (8, 65537, 3),

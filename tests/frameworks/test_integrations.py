@@ -48,7 +48,7 @@ def tell_rank(rank):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 
 
-# What is trained: two steps of four images, two for each rank.
+# The training: two steps of four images, two for each rank.
 
 
 def network():

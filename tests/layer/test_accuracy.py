@@ -52,7 +52,7 @@ def test_error_is_at_most_twice_torchs(dtype, parameter_dtype, shape, layout, me
     )
     for name, right, theirs, mine in zip(QUANTITIES, exact, torchs, ours, strict=True):
         error, torchs_error = (mine - right).abs().max(), (theirs - right).abs().max()
-        # Where torch happens to be exact, one rounding is still allowed.
+        # One rounding is allowed even where torch happens to be exact.
         eps = torch.finfo(mine.dtype if name in QUANTITIES[:2] else parameter_dtype).eps
         allowed = max(2 * torchs_error.item(), eps * right.abs().max().item() / 2)
         if name == "running_mean" and x.is_cuda:
@@ -75,7 +75,7 @@ def test_error_in_float64_is_at_most_twice_torchs(shape, layout):
     exact = (wide - mean) / np.sqrt(var + np.longdouble(1e-5))
     ours = SyncBatchNorm(shape[1]).double()(x).detach().cpu().numpy()
     torchs = nn.BatchNorm2d(shape[1]).double()(x).detach().cpu().numpy()
-    # Where torch is all but exact: the roundings of four operations, half an eps each.
+    # The roundings of four operations, half an eps each: torch may be all but exact.
     allowed = max(2 * np.abs(torchs - exact).max(), 2 * np.finfo(ours.dtype).eps * abs(exact).max())
     assert np.abs(ours - exact).max() <= allowed
 

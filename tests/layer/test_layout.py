@@ -50,7 +50,7 @@ def test_output_of_the_layer(dim, training):
 # torch's own: dynamo makes a Function.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_output_of_a_compiled_layer():
-    """What a program does with its output, such as a view, works as in evaluation."""
+    """Uses of the output, such as a view, work as in evaluation."""
     torch._dynamo.reset()
     layer = torch.compile(SyncBatchNorm(50), backend="aot_eager", fullgraph=True)
     assert layer(torch.randn(8, 16, 50).transpose(1, 2)).is_contiguous()

@@ -1,4 +1,4 @@
-"""What torch.nn.SyncBatchNorm gets wrong and this layer must not: one test for each defect.
+"""Defects of torch.nn.SyncBatchNorm that this layer must not have: one test for each.
 
 The numbers are PyTorch's issues. A NaN where an empty rank meets a CUDA graph (78656) is in
 test_cuda_graphs.py. Uncoalesced reads of a gradient in another layout than its input show on a GPU

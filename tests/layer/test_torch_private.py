@@ -85,8 +85,11 @@ def test_recording_modes_are_seen():
 
 
 def test_recording_before_dispatch_is_seen():
-    assert recorded(_torch_private.is_recording_before_dispatch) == [False, False]
-    assert recorded(_torch_private.is_recording_before_dispatch, pre_dispatch=True)[1]
+    def is_included():
+        return _torch_private.is_dispatch_key_included(_torch_private.PRE_DISPATCH)
+
+    assert recorded(is_included) == [False, False]
+    assert recorded(is_included, pre_dispatch=True) == [False, True]
 
 
 def test_exporting_is_seen():

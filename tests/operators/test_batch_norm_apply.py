@@ -157,7 +157,7 @@ def test_withdrawn_rank_is_an_error_or_nan_and_changes_nothing(each_device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1000.1, 7.7e-5])
 def test_constant_channel_has_a_running_variance_of_zero(value, dtype):
-    """What is subtracted when the message is read is what was added when it was written."""
+    """Reading the message subtracts the very value that writing it has added."""
     x = torch.full((3, 4, 5, 7), value, dtype=dtype)
     running_mean, running_var = torch.zeros(4).double(), torch.ones(4).double()
     totals = ops.batch_norm_stats(x)

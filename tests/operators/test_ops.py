@@ -1,4 +1,4 @@
-"""What all operators have in common: registration, errors, determinism."""
+"""Properties of all operators: registration, errors, determinism."""
 
 import pytest
 import torch
@@ -34,6 +34,15 @@ def test_opcheck_without_optional_arguments(name):
     torch.library.opcheck(
         operator(name), tuple(args), test_utils=("test_schema", "test_faketensor")
     )
+
+
+@pytest.mark.usefixtures("each_device")
+@pytest.mark.parametrize("name", OPS)
+def test_results_require_no_gradient(name):
+    x = make_input((4, 3, 5), "contiguous", torch.float32).requires_grad_()
+    results = operator(name)(*arguments(name, x))
+    for result in (results,) if isinstance(results, torch.Tensor) else results:
+        assert not result.requires_grad
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 131, 257), (129, 65), (64, 300, 7, 7)])

@@ -6,7 +6,7 @@ import re
 import pytest
 from paths import ROOT
 
-# Each file of the package, and what it may import of the package.
+# Each file of the package, in CONTRIBUTING's order, and what it may import of those above it.
 MAY_IMPORT = {
     "_torch_private": set(),
     "_extension": {"_C", "_torch_private"},
@@ -14,12 +14,12 @@ MAY_IMPORT = {
     "layout": set(),
     "tracing": {"_torch_private"},
     "ops": {"_extension"},
-    "local": {"arguments", "checks"},
     "checks": {"_extension", "_torch_private", "arguments"},
+    "local": {"arguments", "checks"},
     "collectives": {"_torch_private"},
-    "exchange": {"arguments", "checks", "collectives", "layout"},
+    "exchange": {"_torch_private", "arguments", "checks", "collectives", "layout", "ops"},
     "reference": {"collectives"},
-    "passes": {"arguments", "collectives", "exchange", "layout", "ops", "reference"},
+    "passes": {"arguments", "collectives", "exchange", "layout", "ops", "reference", "tracing"},
     "compiled": {
         "_torch_private",
         "arguments",
@@ -28,7 +28,7 @@ MAY_IMPORT = {
         "exchange",
         "layout",
         "ops",
-        "tracing",
+        "passes",
     },
     "exported": {
         "arguments",
@@ -93,6 +93,14 @@ def test_every_file_has_its_row():
     assert {path.stem for path in (ROOT / "syncbn").glob("*.py")} == MAY_IMPORT.keys()
     folders = {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.*")}
     assert folders == MAY_INCLUDE.keys()
+
+
+def test_each_file_imports_what_stands_above_it():
+    names = [*MAY_IMPORT]
+    for index, name in enumerate(names):
+        assert MAY_IMPORT[name] <= {"_C", *names[:index]}, name
+    listed = re.findall(r"^syncbn/(\w+) ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert listed == [name for name in names if name != "__init__"]
 
 
 @pytest.mark.parametrize("name", MAY_IMPORT)

@@ -1,4 +1,4 @@
-"""What type checkers make of the conversion: a model stays what it is."""
+"""Types of converted models, as type checkers see them: a model stays what it is."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What goes over the wire: how often, how much; and what ranks hear of each other's failures."""
+"""Collectives of a layer: their number and size, and the words of failures on other ranks."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from cases import make_input
 from ranks import Failure, Ranks
 
-from syncbn import SyncBatchNorm, collectives
+from syncbn import SyncBatchNorm, exchange
 
 CPU = torch.device("cpu")
 
@@ -125,9 +125,9 @@ def compare_again(rank, world_size):
     group = dist.group.WORLD
     first = []
     for size in (9, 9, 17):
-        first.append(collectives.find_size_mismatch(group, size, CPU))
+        first.append(exchange.find_size_mismatch(group, size, CPU))
         dist.all_reduce(torch.ones(1))
-    second = collectives.find_size_mismatch(group, 33 + rank, CPU)
+    second = exchange.find_size_mismatch(group, 33 + rank, CPU)
     dist.all_reduce(torch.ones(1))
     return first, second
 
@@ -192,9 +192,9 @@ def test_rank_that_does_not_come_fails_the_others_at_the_groups_timeout():
 def compare_at_different_collectives(rank, world_size):
     """Rank 1 runs its first layer compiled and compares nothing; the ranks agree all the same."""
     group = dist.group.WORLD
-    found = [collectives.find_size_mismatch(group, 9, CPU)] if rank == 0 else []
+    found = [exchange.find_size_mismatch(group, 9, CPU)] if rank == 0 else []
     dist.all_reduce(torch.ones(1))
-    found.append(collectives.find_size_mismatch(group, 17, CPU))
+    found.append(exchange.find_size_mismatch(group, 17, CPU))
     dist.all_reduce(torch.ones(1))
     return found
 
@@ -238,8 +238,8 @@ class Group:
 
 def test_second_group_of_a_name_is_not_mistaken_for_the_first():
     first, second = Group(), Group()
-    assert collectives.find_size_mismatch(first, 9, CPU) is None
-    assert collectives.find_size_mismatch(second, 17, CPU) is None
+    assert exchange.find_size_mismatch(first, 9, CPU) is None
+    assert exchange.find_size_mismatch(second, 17, CPU) is None
 
 
 def test_backend_without_store_and_sequence_numbers():

@@ -1,4 +1,4 @@
-"""What the operators are tested on: shapes, dtypes, layouts; and the tolerances, with reasons."""
+"""Inputs of the tests: shapes, dtypes, layouts; and the tolerances, with reasons."""
 
 import math
 from typing import Any

@@ -30,7 +30,7 @@ COLLECTIVE_SECONDS = 40  # a collective gives up before its case does
 
 
 class RankError(AssertionError):
-    """What went wrong on the ranks, with each rank's traceback or stack."""
+    """A failure on some rank, with each rank's traceback or stack."""
 
 
 class Failure:
