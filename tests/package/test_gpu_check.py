@@ -5,11 +5,13 @@ import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from paths import ROOT
 
+from benchmarks.cases import CUDA_SUITES
 from tools import gpu_check
 from tools.gpu_check import Part
 
@@ -61,6 +63,13 @@ def test_limits_leave_a_minute_of_ten_and_files_are_few():
     assert sum(max(part.seconds for part in parts) for parts in stages) <= 540
     logs = [part.name for parts in stages for part in parts]
     assert len(logs) == len(set(logs)) <= 8 - len(("benchmark.csv", "summary.txt"))
+
+
+def test_benchmark_is_a_program_that_is_there():
+    (benchmark,) = gpu_check.stages("9.0", Path("out"))[-1]
+    (_, option, module, path, suite) = benchmark.command
+    assert (option, path) == ("-m", "out/benchmark.csv") and suite in CUDA_SUITES
+    assert find_spec(module) is not None
 
 
 def test_parts_run_at_once_and_their_results_are_told(tmp_path):
