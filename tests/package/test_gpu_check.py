@@ -15,6 +15,10 @@ from benchmarks.cases import CUDA_SUITES
 from tools import gpu_check
 from tools.gpu_check import Part
 
+# As the program "pytest": the current folder's syncbn does not hide the installed one.
+LAST = "import sys; sys.path.append(sys.path.pop(0)); import pytest; sys.exit(pytest.main())"
+PYTEST = [sys.executable, "-c", LAST]
+
 
 def part(name, code, seconds=30):
     return Part(name, [sys.executable, "-c", code], seconds, {"GREETING": "hello"})
@@ -35,7 +39,7 @@ def test_without_a_gpu_it_ends_with_words(tmp_path):
 
 @pytest.mark.parametrize(("option", "outcome"), [("-ra", "skipped"), ("--require-cuda", "error")])
 def test_cuda_tests_tell_why_they_cannot_run(option, outcome):
-    command = [sys.executable, "-m", "pytest", "tests/cuda/test_graphs.py", "-q", option]
+    command = [*PYTEST, "tests/cuda/test_graphs.py", "-q", option]
     result = subprocess.run(
         [*command, "-k", "empty_batch"],
         cwd=ROOT,
@@ -49,7 +53,7 @@ def test_cuda_tests_tell_why_they_cannot_run(option, outcome):
 
 def test_parts_run_all_tests_of_cuda_each_once():
     def collected(paths):
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "cuda", *paths]
+        command = [*PYTEST, "--collect-only", "-q", "-m", "cuda", *paths]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
         return [line for line in result.stdout.splitlines() if "::" in line]
