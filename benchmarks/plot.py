@@ -6,12 +6,13 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from benchmarks.rows import Row, read
 from benchmarks.steps import case_name, column, is_cuda, training_steps
 
 # Shown 800 pixels wide, an inch has 100 of them and a point 1.4; twice as many are drawn.
-WIDTH, LINE, AROUND_LINES = 8.0, 0.25, 1.9  # inches
+WIDTH, LINE, AROUND_LINES = 8.0, 0.25, 2.0  # inches
 DPI = 200
 TEXT, TITLE = 7.5, 9  # points
 
@@ -34,7 +35,8 @@ def picture(rows: list[Row]) -> Figure:
     copying = _cells([*steps, *operators], "copy/syncbn")
     lines = [len(speed), len(copying)]
     size = (WIDTH, AROUND_LINES + LINE * sum(lines))
-    figure = Figure(size, dpi=DPI, layout="constrained")
+    layout = ConstrainedLayoutEngine(hspace=0.05)  # between the tables
+    figure = Figure(size, dpi=DPI, layout=layout)
     above, below = figure.subplots(2, 1, height_ratios=lines)
 
     first = steps[0]
@@ -42,7 +44,7 @@ def picture(rows: list[Row]) -> Figure:
     if is_cuda(rows):
         where, theirs = first.device, "SyncBatchNorm"
     figure.suptitle(
-        f"Speed of a training step, forward and backward, on {where}\n"
+        f"syncbn: speed of a training step, forward and backward, on {where}\n"
         f"medians of {first.date}, commit {first.commit}, torch {first.torch}",
         fontsize=TITLE,
     )
@@ -76,7 +78,7 @@ def _panel(axes: Axes, cells: Cells, title: str, colors: str, scale: Normalize, 
     axes.set_yticks([n + 0.5 for n in range(len(cells))], list(cells))
     axes.tick_params(length=0, labelsize=TEXT, labeltop=True, labelbottom=False)
     axes.spines[:].set_visible(False)
-    axes.set_title(title, fontsize=TITLE, loc="left")
+    axes.set_title(title, fontsize=TITLE, fontweight="bold", loc="left")
     for line, by_column in enumerate(cells.values()):
         for name, value in by_column.items():
             x = columns.index(name)

@@ -157,7 +157,7 @@ def test_picture_shows_all_cases_with_all_threads(rows):
     above, below = plot.picture(rows).axes
     memory, wide, flat = "memory  2x3x4x5", "memory wide  2x3x4x5", "2-D  4x5"
     lines, columns, inside = texts(above)
-    assert lines == ["small layer  8x16x4x4", flat, memory, wide]
+    assert lines == [flat, memory, wide, "small layer  8x16x4x4"]
     assert columns == ["float32", "bfloat16 channels_last", "float16"]
     assert inside == {
         ("small layer  8x16x4x4", "float32"): "0.75",
