@@ -63,8 +63,8 @@ test: lint $(VENV)/syncbn.stamp
 
 # A subset is drawn but leaves the README alone.
 bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
-	$(BIN)/python benchmarks/run.py --device $(DEVICE) $(if $(QUICK),--quick)
-	$(if $(QUICK),,$(BIN)/python benchmarks/table.py)
+	$(BIN)/python -m benchmarks run --device $(DEVICE) $(if $(QUICK),--quick)
+	$(if $(QUICK),,$(BIN)/python -m benchmarks table)
 
 gpu-check:
 	SYNCBN_COMMIT=$(COMMIT) $(PYTHON) -m tools.gpu_check $(OUTPUT)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import torch
-from cases import DTYPES, LAYOUTS, Suite
-from rows import Row, spread
 from torch import Tensor, nn
 
 import syncbn
+from benchmarks.cases import DTYPES, LAYOUTS, Suite
+from benchmarks.rows import Row, spread
 
 EPS = 1e-5
 MOMENTUM = 0.1

@@ -1,4 +1,4 @@
-"""What is measured: the cases that CPUs and GPUs are timed on, and suites of different length."""
+"""Cases that CPUs and GPUs are timed on, and suites of different length."""
 
 import math
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """What is measured, and how long."""
+    """All that one run measures, and for how long."""
 
     cases: tuple[Case, ...]
     repeats: int  # samples of each variant

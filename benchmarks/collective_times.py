@@ -1,4 +1,4 @@
-"""Times a layer's forward collective by world size: one GPU, or one process, for each rank."""
+"""Times of a layer's forward collective by world size: one GPU, or one process, for each rank."""
 
 import functools
 import multiprocessing
@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rows import Row, spread
-from timer import Call, host_clock, interleave
+
+from benchmarks.rows import Row, spread
+from benchmarks.timer import Call, host_clock, interleave
 
 CHANNELS = (64, 256, 2048)
 ROUNDS = 15

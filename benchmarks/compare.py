@@ -1,14 +1,9 @@
-"""Finds what became slower: ``python benchmarks/compare.py OLD.csv NEW.csv --tolerance 0.1``.
+"""Comparison of two runs by the speed against torch's layer, which each measured itself.
 
-Compares the speed against torch's layer, measured in the same run, and not times: those of two
-runs differ by what else the machine does. Exits with 1 if something became slower.
+Not by times: those of two runs differ by what else the machine does.
 """
 
-import argparse
-import sys
-from pathlib import Path
-
-from rows import Row, read, where
+from benchmarks.rows import Row, where
 
 RATIO = "torch/syncbn"
 
@@ -33,19 +28,3 @@ def regressions(old: list[Row], new: list[Row], tolerance: float) -> list[str]:
         for then, now in pairs
         if not now.median >= then.median * (1 - tolerance)  # so that NaN is caught
     ]
-
-
-def main() -> None:
-    """Compare two files and print what became slower."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("old", type=Path)
-    parser.add_argument("new", type=Path)
-    parser.add_argument("--tolerance", type=float, default=0.1, help="as a fraction")
-    args = parser.parse_args()
-    found = regressions(read(args.old), read(args.new), args.tolerance)
-    print("\n".join(found) or "nothing became slower")
-    sys.exit(1 if found else 0)
-
-
-if __name__ == "__main__":
-    main()

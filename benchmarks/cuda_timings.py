@@ -1,30 +1,28 @@
-"""Times layers and operators on a GPU: ``cuda_timings.py FILE.csv SUITE``; run.py starts it.
-
-``syncbn`` is our layer and ``torch`` the kernels of torch.nn.SyncBatchNorm, both in an NCCL group
-of one rank. Alone neither would use the group; here both send their messages, which reach nobody:
-what other ranks add is measured where there are several GPUs, in collective_times.py.
+"""Times of layers and operators on a GPU: ``python -m benchmarks.cuda_timings FILE.csv SUITE``.
 
 Layers are timed as they train, between two events: the GPU's time, or the host's where that is
 longer. Operators and copies are launched while the GPU still sleeps, so that it is theirs alone.
 Each call takes the next of several inputs and leaves its results in memory of their own, together
 at least four times the L2 cache, so that nothing is found there.
+
+Imports neither NumPy nor matplotlib, which a machine with a GPU may not have.
 """
 
 import itertools
 import sys
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from cases import CUDA_SUITES, Case, Suite
-from collective_times import collective_rows
-from launches import Launches, record_launches
-from layer import (
+
+from benchmarks.cases import CUDA_SUITES, Case, Suite
+from benchmarks.collective_times import collective_rows
+from benchmarks.cuda_clocks import eager_clock, gpu_clock, launch_clock
+from benchmarks.cuda_layers import make_layers, sending_alone
+from benchmarks.launches import Launches, record_launches
+from benchmarks.layer import (
     LAYER_PASSES,
     OPERATOR_PASSES,
     OVERHEAD,
@@ -33,93 +31,22 @@ from layer import (
     copy_call,
     make_buffers,
     operator_calls,
-    parameter_dtype,
     step_call,
     timed_rows,
 )
-from rows import Row, write
-from stamp import stamp
-from timer import Call, Clock, host_clock, interleave
-from torch import Tensor, nn
-from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
-
-import syncbn
-from syncbn import collectives
+from benchmarks.rows import Row, write
+from benchmarks.stamp import stamp
+from benchmarks.timer import Call, Clock, interleave
 
 Samples = dict[str, list[float]]  # seconds of each variant, round by round
 
 CUDA = torch.device("cuda")
-SLEEP_CYCLES_PER_SECOND = 2e9  # at least: of slower GPUs the sleep takes longer
-LAUNCHES_AHEAD = 400  # a stream takes about a thousand before the host has to wait
-
-
-class TorchLayer(nn.SyncBatchNorm):
-    """torch.nn.SyncBatchNorm that synchronizes in a group of one as well."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Run what torch's layer runs when it trains in a larger group."""
-        assert self.num_batches_tracked is not None
-        self.num_batches_tracked.add_(1)
-        buffers = (self.running_mean, self.running_var, self.eps, self.momentum)
-        output: Tensor = TorchSyncBatchNorm.apply(
-            input, self.weight, self.bias, *buffers, dist.group.WORLD, 1
-        )
-        return output
-
-
-def sending_alone() -> AbstractContextManager[object]:
-    """Return a context in which our layers use the group of one, too."""
-    patched: AbstractContextManager[object]
-    patched = mock.patch.object(collectives, "resolve_group", new=lambda _: dist.group.WORLD)
-    return patched
-
-
-def eager_clock(call: Call, calls: int) -> float:
-    """Return the seconds between the first call's begin and the last one's end on the GPU."""
-    torch.cuda.synchronize()
-    return _elapsed(call, calls)
-
-
-def gpu_clock(call: Call, calls: int) -> float:
-    """Return the same without the host's: the GPU sleeps until all calls are launched."""
-    calls = min(calls, LAUNCHES_AHEAD)
-    torch.cuda.synchronize()
-    seconds = host_clock(call, calls)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(int(1.5 * seconds * calls * SLEEP_CYCLES_PER_SECOND))
-    return _elapsed(call, calls)
-
-
-def _elapsed(call: Call, calls: int) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(calls):
-        call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / calls
-
-
-def launch_clock(call: Call, calls: int) -> float:
-    """Return the seconds that the host takes, with nothing for the GPU to be late with."""
-    torch.cuda.synchronize()
-    return host_clock(call, min(calls, LAUNCHES_AHEAD // 8))
 
 
 def num_buffers(case: Case) -> int:
     """Return how many tensors are at least four times the L2 cache."""
     l2: int = torch.cuda.get_device_properties(CUDA).L2_cache_size
     return 1 + 4 * l2 // case.num_bytes
-
-
-def make_layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
-    """Return our layer, torch's, and ours again."""
-    options: dict[str, Any] = {"device": device, "dtype": parameter_dtype(case)}
-    return {
-        "syncbn": syncbn.SyncBatchNorm(case.shape[1], **options),
-        "torch": TorchLayer(case.shape[1], **options),
-        "syncbn again": syncbn.SyncBatchNorm(case.shape[1], **options),
-    }
 
 
 def keep_results(call: Call, number: int) -> Call:

@@ -1,4 +1,4 @@
-"""Counts what a call makes the GPU do, and where it makes the host wait, by torch's profiler."""
+"""Launches of a call on the GPU, and its waits on the host, counted by torch's profiler."""
 
 import json
 import tempfile

@@ -1,4 +1,4 @@
-"""Times the layer, the four operators and the host's share of a call, against torch and copying.
+"""Times of the layer, of the four operators and of a tiny layer, against torch and copying.
 
 A pass over memory is one tensor read or written. Fused batch normalization cannot do with less
 than 3 passes forward and 5 backward; copying a tensor is 2, so that the time of a copy says what
@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from cases import Case, Suite
-from rows import Row, spread
-from timer import Call, host_clock, interleave
 from torch import Tensor, nn
 
 import syncbn
+from benchmarks.cases import Case, Suite
+from benchmarks.rows import Row, spread
+from benchmarks.timer import Call, host_clock, interleave
 from syncbn import ops
 
 LAYER_PASSES = {"forward": 3, "forward+backward": 8}

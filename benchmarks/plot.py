@@ -1,84 +1,91 @@
-"""Draws a file of results: ``python benchmarks/plot.py FILE.csv`` puts the PNGs beside it."""
+"""Picture of a file of results: two tables, of which each cell has the colour of its speed."""
 
-import argparse
 from pathlib import Path
 
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from rows import Row, read
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-SUBTITLE = "bars: medians, whiskers: quartiles"
+from benchmarks.rows import Row, read
+from benchmarks.steps import case_name, column, is_cuda, training_steps
 
+# Shown 800 pixels wide, an inch has 100 of them and a point 1.4; twice as many are drawn.
+WIDTH, LINE, AROUND_LINES = 8.0, 0.25, 2.0  # inches
+DPI = 200
+TEXT, TITLE = 7.5, 9  # points
 
-def _label(row: Row) -> str:
-    layout = " channels_last" if row.layout == "channels_last" else ""
-    return f"{row.case} {row.dtype}{layout}"
-
-
-def _bars(rows: list[Row], series: dict[str, list[Row]], title: str, mark: str) -> Figure:
-    """Draw a group of bars for each input, with a line where the ratio is 1."""
-    labels = list(dict.fromkeys(map(_label, rows)))
-    figure = Figure(figsize=(9, 2 + 0.2 * len(labels) * len(series)), layout="constrained")
-    axes = figure.subplots()
-    height = 0.8 / len(series)
-    for number, (name, values) in enumerate(series.items()):
-        places = [labels.index(_label(row)) + (number + 0.5) * height - 0.4 for row in values]
-        medians = [row.median for row in values]
-        whiskers = [
-            [row.median - row.q1 for row in values],
-            [row.q3 - row.median for row in values],
-        ]
-        axes.barh(places, medians, height, xerr=whiskers, label=name, error_kw={"lw": 0.8})
-    axes.axvline(1, color="black", lw=0.8)
-    axes.set_yticks(range(len(labels)), labels)
-    axes.margins(y=0.005)
-    axes.invert_yaxis()
-    axes.set_xlabel(mark)
-    first = rows[0]
-    origin = f"{first.device}, {first.date}, commit {first.commit}"
-    axes.set_title(f"{title}\n{origin}\n{SUBTITLE}", fontsize=10)
-    axes.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=3)
-    return figure
+Cells = dict[str, dict[str, float]]  # by the names of line and column
 
 
-def draw(path: Path) -> list[Path]:
-    """Draw both figures: the speed against torch, and as a fraction of copying."""
-    results = [row for row in read(path) if row.allocator == "tuned"]
-    theirs = "BatchNorm"
-    if any(row.benchmark == "launches" for row in results):  # on CUDA
-        theirs = "SyncBatchNorm"
-    # Of a net all layers together.
-    rows = [row for row in results if row.benchmark in ("layer", "operators")]
-    against_torch = [r for r in rows if r.benchmark == "layer" and r.variant == "torch/syncbn"]
-    threads = sorted({row.threads for row in against_torch})
-    ratio = {
-        f"{quantity}, threads: {number}": [
-            row for row in against_torch if (row.quantity, row.threads) == (quantity, number)
-        ]
-        for quantity in ("forward", "forward+backward")
-        for number in threads
-    }
-    against_copy = [r for r in rows if r.variant == "copy/syncbn" and r.threads == threads[-1]]
-    quantities = dict.fromkeys(row.quantity for row in against_copy)
-    copy = {name: [row for row in against_copy if row.quantity == name] for name in quantities}
-
-    drawn = []
-    for name, figure in (
-        ("torch", _bars(against_torch, ratio, "Speed of syncbn", f"times torch's {theirs}")),
-        ("copy", _bars(against_copy, copy, "Speed of syncbn", "fraction of copying's speed")),
-    ):
-        drawn.append(path.with_name(f"{path.stem}-{name}.png"))
-        figure.savefig(drawn[-1], dpi=120)
+def draw(path: Path) -> Path:
+    """Draw a file of results beside it, and return the picture's path."""
+    drawn = path.with_suffix(".png")
+    picture(read(path)).savefig(drawn)
     return drawn
 
 
-def main() -> None:
-    """Draw the file that is named."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("results", type=Path)
-    for path in draw(parser.parse_args().results):
-        print(path)
+def picture(rows: list[Row]) -> Figure:
+    """Return the speed against torch, and below it that against copying, of nets by operators."""
+    steps = training_steps(rows)
+    nets = {row.case for row in rows if row.benchmark == "operators of a net"}
+    operators = [row for row in rows if row.benchmark == "operators" and row.case in nets]
+    speed = _cells(steps, "torch/syncbn")
+    copying = _cells([*steps, *operators], "copy/syncbn")
+    lines = [len(speed), len(copying)]
+    size = (WIDTH, AROUND_LINES + LINE * sum(lines))
+    layout = ConstrainedLayoutEngine(hspace=0.05)  # between the tables
+    figure = Figure(size, dpi=DPI, layout=layout)
+    above, below = figure.subplots(2, 1, height_ratios=lines)
+
+    first = steps[0]
+    where, theirs = f"{first.device} with {first.threads} threads", "BatchNorm"
+    if is_cuda(rows):
+        where, theirs = first.device, "SyncBatchNorm"
+    figure.suptitle(
+        f"syncbn: speed of a training step, forward and backward, on {where}\n"
+        f"medians of {first.date}, commit {first.commit}, torch {first.torch}",
+        fontsize=TITLE,
+    )
+    found = [value for by_column in speed.values() for value in by_column.values()]
+    # As far below 1 as above it, so that 1 is in the middle of the colours: white.
+    limit = max(2, *found, *(1 / value for value in found))
+    title = f"times torch's {theirs}: 1.00 is equal, blue is faster, red is slower"
+    _panel(above, speed, title, "RdBu", LogNorm(1 / limit, limit), "{:.2f}")
+    title = "as a share of the speed of copying as many bytes"
+    _panel(below, copying, title, "Greens", Normalize(0, 1.2), "{:.0%}")
+    return figure
 
 
-if __name__ == "__main__":
-    main()
+def _cells(rows: list[Row], variant: str) -> Cells:
+    cells: Cells = {}
+    for row in rows:
+        line = f"{case_name(row)}  {row.shape}"
+        if row.benchmark == "operators":
+            line = f"{row.case}  {row.quantity.removeprefix('batch_norm_')}"
+        if row.variant == variant:
+            cells.setdefault(line, {})[column(row)] = row.median
+    return cells
+
+
+def _panel(axes: Axes, cells: Cells, title: str, colors: str, scale: Normalize, form: str) -> None:
+    """Draw a table; what was not measured stays empty."""
+    columns = list(dict.fromkeys(name for by_column in cells.values() for name in by_column))
+    axes.set_xlim(0, len(columns))
+    axes.set_ylim(len(cells), 0)
+    axes.set_xticks([n + 0.5 for n in range(len(columns))], [c.replace(" ", "\n") for c in columns])
+    axes.set_yticks([n + 0.5 for n in range(len(cells))], list(cells))
+    axes.tick_params(length=0, labelsize=TEXT, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, fontsize=TITLE, fontweight="bold", loc="left")
+    for line, by_column in enumerate(cells.values()):
+        for name, value in by_column.items():
+            x = columns.index(name)
+            color = colormaps[colors](scale(value))
+            axes.fill([x, x + 1, x + 1, x], [line, line, line + 1, line + 1], fc=color, ec="white")
+            # Dark letters on light cells, by what the eye takes for light.
+            light = 0.3 * color[0] + 0.6 * color[1] + 0.1 * color[2] > 0.5
+            ink = "black" if light else "white"
+            where = (x + 0.5, line + 0.5)
+            axes.annotate(form.format(value), where, ha="center", va="center", size=TEXT, color=ink)

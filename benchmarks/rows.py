@@ -1,4 +1,4 @@
-"""The one form of all results: a row of a CSV file. Needs nothing but Python."""
+"""Rows of a CSV file, the one form of all results. Needs nothing but Python."""
 
 import csv
 import statistics
@@ -28,7 +28,7 @@ def spread(samples: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured, counted or projected number, and where it is from."""
+    """One measured, counted or projected number, and its origin."""
 
     # layer, operators, overhead, scaling or accuracy; on CUDA also launches and collectives. A net
     # is the sum of its layers, which are in "layer of a net" and "operators of a net".

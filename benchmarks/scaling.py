@@ -1,4 +1,4 @@
-"""Counts what goes over the wire for one layer, by world size, and projects the time to many GPUs.
+"""Messages of one layer by world size, counted, and their time on many GPUs, projected.
 
 The counting is of the collectives that torch.distributed is asked for: what a rank puts in, and
 what it gets out. How often a backend moves those bytes over its links is the backend's.
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rows import Row
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.rows import Row
 from syncbn import sync_batch_norm
 
 SHAPE = (2, 64, 4, 4)

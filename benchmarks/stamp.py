@@ -1,4 +1,4 @@
-"""Where results are from: versions, commit, device, date."""
+"""Origin of results: versions, commit, device, date."""
 
 import contextlib
 import datetime
@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rows import Row
 
 import syncbn
+from benchmarks.rows import Row
 
 
 def stamp(row: Row, device: torch.device) -> Row:

@@ -1,4 +1,4 @@
-"""Times calls: the host's clock, and the interleaving of variants in one process."""
+"""Timing of calls: the host's clock, and the interleaving of variants in one process."""
 
 import math
 import time

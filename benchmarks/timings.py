@@ -1,4 +1,7 @@
-"""Times on the CPU, under the allocator that this process was started with; run.py starts it."""
+"""Times on the CPU, under the allocator that this process was started with.
+
+``python -m benchmarks.timings FILE.csv SUITE ALLOCATOR`` appends to the file; run.py starts it.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -6,10 +9,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from cases import SUITES
-from layer import Setting, layer_rows, operator_rows, overhead_rows
-from rows import Row, write
-from stamp import stamp
+
+from benchmarks.cases import SUITES
+from benchmarks.layer import Setting, layer_rows, operator_rows, overhead_rows
+from benchmarks.rows import Row, write
+from benchmarks.stamp import stamp
 
 CPU = torch.device("cpu")
 

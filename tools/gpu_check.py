@@ -117,8 +117,8 @@ def stages(capability: str, output: Path) -> list[list[Part]]:
     pytest = [python, "-m", "pytest", "-m", "cuda", "--require-cuda", "-v", "-ra"]
     pytest += ["--durations=10", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
     environment = f"'{python}' -m syncbn.collect_env && nvidia-smi"
-    # Not by way of run.py, which needs NumPy and matplotlib for what is not measured on the GPU.
-    benchmark = [python, "benchmarks/cuda_timings.py", str(output / "benchmark.csv"), "quick"]
+    # Not "python -m benchmarks run": that needs NumPy and matplotlib, which may not be here.
+    benchmark = [python, "-m", "benchmarks.cuda_timings", str(output / "benchmark.csv"), "quick"]
     return [
         [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],
         [Part("environment", ["sh", "-c", environment], 20, env)],

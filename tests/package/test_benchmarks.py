@@ -1,28 +1,25 @@
 """The benchmarks run and say what they promise. Their figures are not judged here."""
 
-import csv
-import importlib.util
-import json
 import re
 import sys
 import time
 
 import pytest
 import torch
-from benchmarking import BENCHMARKS, execute, found, run, select
-from paths import ROOT
+from benchmarking import execute, found, read, run, select
 
 import syncbn
-
-RESULTS = BENCHMARKS / "results"
-MARKERS = re.compile(r"<!-- benchmark table -->\n(.*)<!-- end of benchmark table -->\n", re.DOTALL)
+from benchmarks import timer
+from benchmarks.cases import SUITES
+from benchmarks.layer import Setting, timed_rows
+from benchmarks.timings import ALLOCATORS
 
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):
     """The folder with what a run of the tiny suite leaves."""
     folder = tmp_path_factory.mktemp("benchmarks")
-    result = run("run.py", "--tiny", "--output", folder)
+    result = run("run", "--tiny", "--output", folder)
     assert result.returncode == 0, result.stderr
     return folder
 
@@ -36,8 +33,7 @@ def results(output):
 
 @pytest.fixture(scope="module")
 def rows(results):
-    with results.open(newline="") as file:
-        return list(csv.DictReader(file))
+    return read(results)
 
 
 def test_rows_of_every_kind(rows):
@@ -85,23 +81,20 @@ def test_units_are_sane(rows):
 
 
 def test_times_are_microseconds_and_ratios_are_a_to_b_round_by_round():
-    code = """
-from cases import SUITES
-from layer import Setting, timed_rows
-from torch import device
-samples = {"syncbn": [1.0, 2.0, 4.0], "torch": [2.0, 6.0, 16.0], "syncbn again": [1.0, 2.0, 4.0]}
-setting = Setting(SUITES["tiny"], device("cpu"), 1, "tuned")
-for row in timed_rows("layer", SUITES["tiny"].cases[0], "forward", samples, setting, []):
-    print(row.variant, row.unit, row.q1, row.median, row.q3, sep=",")
-"""
-    result = execute("-c", code)
-    assert result.stdout.splitlines() == [
-        "syncbn,us,1500000.0,2000000.0,3000000.0",
-        "torch,us,4000000.0,6000000.0,11000000.0",
-        "syncbn again,us,1500000.0,2000000.0,3000000.0",
-        "torch/syncbn,ratio,2.5,3.0,3.5",
-        "syncbn again/syncbn,ratio,1.0,1.0,1.0",
-    ], result.stderr
+    samples = {
+        "syncbn": [1.0, 2.0, 4.0],
+        "torch": [2.0, 6.0, 16.0],
+        "syncbn again": [1.0, 2.0, 4.0],
+    }
+    setting = Setting(SUITES["tiny"], torch.device("cpu"), 1, "tuned")
+    rows = timed_rows("layer", SUITES["tiny"].cases[0], "forward", samples, setting, [])
+    assert [(row.variant, row.unit, row.q1, row.median, row.q3) for row in rows] == [
+        ("syncbn", "us", 1500000, 2000000, 3000000),
+        ("torch", "us", 4000000, 6000000, 11000000),
+        ("syncbn again", "us", 1500000, 2000000, 3000000),
+        ("torch/syncbn", "ratio", 2.5, 3, 3.5),
+        ("syncbn again/syncbn", "ratio", 1, 1, 1),
+    ]
 
 
 def test_only_projections_are_called_so(rows):
@@ -164,20 +157,12 @@ def test_errors_of_a_wrong_layer_would_show(rows):
     assert all(0 < float(row["median"]) < 1e-6 for row in near)
 
 
-@pytest.fixture(scope="module")
-def timer():
-    spec = importlib.util.spec_from_file_location("timer", BENCHMARKS / "timer.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_clock_tells_seconds_per_call(timer):
+def test_clock_tells_seconds_per_call():
     seconds = timer.host_clock(lambda: time.sleep(0.02), 5)
     assert 0.02 <= seconds < 0.1  # five calls take at least that; a busy machine sleeps longer
 
 
-def test_variants_take_turns(timer):
+def test_variants_take_turns():
     order = []
     variants = {name: lambda name=name: order.append(name) for name in "ab"}
     samples = timer.interleave(variants, dict.fromkeys("ab", timer.host_clock), 3, 0.0)
@@ -189,101 +174,22 @@ def test_variants_take_turns(timer):
 @pytest.mark.skipif(sys.platform != "linux", reason="the variables are those of glibc")
 def test_tuned_allocator_keeps_its_pages():
     code = """
-import resource, timings, torch
+import resource, torch
+from benchmarks.timings import touch_memory
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 x = torch.ones(10 << 20)  # above glibc's largest threshold
-timings.touch_memory(x.nbytes)
+touch_memory(x.nbytes)
 before = faults()
 for _ in range(5):
     x + 1
 print(faults() - before)
 """
     huge_pages = 5 * 4 * (10 << 20) // (2 << 20)  # of small ones it would be 512 times as many
-    tuned = execute("-c", "import json, timings; print(json.dumps(timings.ALLOCATORS['tuned']))")
-    assert int(execute("-c", code, **json.loads(tuned.stdout)).stdout) < huge_pages / 2
+    assert int(execute("-c", code, **ALLOCATORS["tuned"]).stdout) < huge_pages / 2
     assert int(execute("-c", code).stdout) >= huge_pages  # or there would be nothing to tune
 
 
-def altered(results, path, change):
-    """Copy results to ``path`` with the rows that ``change`` returns."""
-    with results.open(newline="") as file:
-        reader = csv.DictReader(file)
-        rows = [change(row) for row in reader]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, reader.fieldnames, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row for row in rows if row is not None)
-    return path
-
-
-def slower(factor):
-    which = {"benchmark": "overhead", "threads": "1", "allocator": "tuned"}
-
-    def change(row):
-        if select([row], variant="torch/syncbn", **which):
-            row["median"] = str(float(row["median"]) * factor)
-        return row
-
-    return change
-
-
-def test_compare_passes_equal_files(results):
-    result = run("compare.py", results, results)
-    assert (result.returncode, result.stdout) == (0, "nothing became slower\n"), result.stderr
-
-
-def test_compare_finds_what_became_slower_beyond_the_tolerance(results, tmp_path):
-    worse = altered(results, tmp_path / "new.csv", slower(0.8))
-    result = run("compare.py", results, worse)
-    assert result.returncode == 1 and result.stderr == ""
-    (line,) = result.stdout.splitlines()
-    assert line.startswith("overhead overhead float32 contiguous 8x16x4x4 1 tuned")
-    assert run("compare.py", results, worse, "--tolerance", "0.25").returncode == 0
-    assert run("compare.py", worse, results).returncode == 0  # faster is no regression
-
-
-def test_compare_refuses_what_cannot_be_compared(results, tmp_path):
-    other = altered(results, tmp_path / "other.csv", lambda row: {**row, "device": "abacus"})
-    result = run("compare.py", results, other)
-    assert result.returncode != 0 and "expected results of one device" in result.stderr
-    none = altered(
-        results, tmp_path / "none.csv", lambda row: row if row["benchmark"] == "scaling" else None
-    )
-    result = run("compare.py", results, none)
-    assert result.returncode != 0 and "expected results that measured the same" in result.stderr
-
-
-def test_plots_are_drawn(output, results):
-    drawn = sorted(path.name for path in output.glob("*.png"))
-    assert drawn == [f"{results.stem}-copy.png", f"{results.stem}-torch.png"]
-    assert all((output / name).stat().st_size > 10_000 for name in drawn)
-
-
-def test_table_has_a_row_for_each_case(output, results, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("before\n<!-- benchmark table -->\n<!-- end of benchmark table -->\nafter\n")
-    result = run("table.py", "--readme", readme, "--results", output)
-    assert result.returncode == 0, result.stderr
-    text = readme.read_text()
-    assert text.startswith("before\n") and text.endswith("after\n")
-    lines = MARKERS.search(text)[1].splitlines()
-    words = " ".join(lines[: lines.index("")])
-    assert f" on {results.stem} with " in words
-    assert re.search(r"anew, the speedups are \d+\.\d\d to \d+\.\d\d, half", words)
-    cases = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line[0:1] == "|"]
-    assert [row[:2] for row in cases[2:]] == [["tiny", "2x3x5x7"], ["tiny 2-D", "4x5"]]
-    filled = [[bool(re.fullmatch(r"\d+\.\d\d \(\d+%\)", cell)) for cell in row] for row in cases]
-    assert filled[2:] == [
-        [False, False, True, True, False, False],
-        [False, False, False, False, True, False],
-    ]
-
-
-def test_table_of_the_readme_is_the_generated_one(tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text((ROOT / "README.md").read_text())
-    result = run("table.py", "--readme", readme)
-    assert result.returncode == 0, result.stderr
-    assert readme.read_text() == (ROOT / "README.md").read_text()
-    inside = MARKERS.search(readme.read_text())[1]
-    assert ("make bench" in inside) == (not list(RESULTS.glob("*.csv")))
+def test_run_is_drawn(results):
+    drawn = results.with_suffix(".png")
+    assert sorted(results.parent.iterdir()) == [results, drawn]
+    assert drawn.stat().st_size > 10_000

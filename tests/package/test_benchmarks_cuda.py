@@ -1,72 +1,61 @@
 """The benchmarks of GPUs, as far as they run without one. Their figures are not judged here."""
 
-import csv
-import importlib.util
-import os
-import sys
+import itertools
 from collections import Counter
 
 import pytest
 import torch
-from benchmarking import BENCHMARKS, execute, found, run, select
+from benchmarking import cells, execute, found, read, run, select
 
-# The same rows from the CPU: each clock is the host's, torch's layer is the ordinary one, and what
-# the profiler would see is made up.
-ON_CPU = """
-import sys
-from pathlib import Path
-import cuda_timings, torch
-from cases import CUDA_SUITES
-from collective_times import collective_rows
-from launches import Launches
-from layer import Setting
-from rows import write
-from stamp import stamp
-from timer import host_clock
+from benchmarks import cuda_layers, cuda_timings, plot, table
+from benchmarks import rows as files
+from benchmarks.cases import CUDA_SUITES, RESNET50
+from benchmarks.collective_times import collective_rows
+from benchmarks.launches import Launches, read_launches
+from benchmarks.layer import Setting
+from benchmarks.stamp import stamp
+from benchmarks.timer import host_clock
+
+CPU = torch.device("cpu")
+
 
 class Ordinary(torch.nn.modules.batchnorm._BatchNorm):
+    """In place of torch's layer, which refuses CPUs."""
+
     def _check_input_dim(self, input):
         pass
 
-def record_launches(call):
+
+def made_up_launches(call):
     call()
     return Launches(["kernel"] * 3, ["copy"] * 2, ["wait"])
 
-cpu = torch.device("cpu")
-cuda_timings.TorchLayer = Ordinary
-cuda_timings.num_buffers = lambda case: 2
-cuda_timings.record_launches = record_launches
-cuda_timings.eager_clock = cuda_timings.gpu_clock = cuda_timings.launch_clock = host_clock
-setting = Setting(CUDA_SUITES["tiny"], cpu, 1, "tuned")
-if __name__ == "__main__":
-    path = Path(sys.argv[1])
-    for rows in (cuda_timings.overhead_rows, cuda_timings.launch_rows, cuda_timings.timing_rows):
-        write(path, (stamp(row, cpu) for row in rows(setting)))
-    collectives = collective_rows(setting.suite.worlds, "gloo", "cpu")
-    write(path, (stamp(row, cpu) for row in collectives))
-"""
+
+@pytest.fixture(scope="module")
+def on_cpu():
+    """The same rows from the CPU: each clock is the host's, and no profiler sees launches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_layers, "TorchLayer", Ordinary)
+        patch.setattr(cuda_timings, "num_buffers", lambda case: 2)
+        patch.setattr(cuda_timings, "record_launches", made_up_launches)
+        for clock in ("eager_clock", "gpu_clock", "launch_clock"):
+            patch.setattr(cuda_timings, clock, host_clock)
+        yield Setting(CUDA_SUITES["tiny"], CPU, 1, "tuned")
 
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    """A folder with the results and the program that wrote them."""
-    folder = tmp_path_factory.mktemp("cuda")
-    (folder / "on_cpu.py").write_text(ON_CPU)
-    result = execute_beside(folder, folder / "on_cpu.py", folder / "gpu.csv")
-    assert result.returncode == 0, result.stderr
-    return folder
-
-
-def execute_beside(folder, *command):
-    """Run Python where the benchmarks and the modules of the folder can be imported."""
-    paths = [BENCHMARKS, folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return execute(*command, PYTHONPATH=os.pathsep.join(map(str, paths)))
+def results(on_cpu, tmp_path_factory):
+    path = tmp_path_factory.mktemp("cuda") / "gpu.csv"
+    parts = (cuda_timings.overhead_rows, cuda_timings.launch_rows, cuda_timings.timing_rows)
+    measured = itertools.chain.from_iterable(part(on_cpu) for part in parts)
+    collectives = collective_rows(on_cpu.suite.worlds, "gloo", "cpu")
+    files.write(path, (stamp(row, CPU) for row in itertools.chain(measured, collectives)))
+    return path
 
 
 @pytest.fixture(scope="module")
-def rows(output):
-    with (output / "gpu.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+def rows(results):
+    return read(results)
 
 
 def test_rows_of_every_kind(rows):
@@ -117,47 +106,42 @@ def test_units_are_sane(rows):
     assert counts == {"kernels": "3", "copies": "2", "waits": "1"}
 
 
-def test_a_net_is_the_sum_of_its_layers_round_by_round(output):
-    code = """
-import itertools, on_cpu
-rounds = itertools.cycle(3 * [[1.0, 2.0, 4.0]] + 3 * [[5.0, 1.0, 1.0]])  # three for each case
-on_cpu.cuda_timings.interleave = lambda variants, *rest: dict.fromkeys(variants, next(rounds))
-for row in on_cpu.cuda_timings.timing_rows(on_cpu.setting):
-    if row.quantity in ("batch_norm_stats", "forward") and row.variant in ("syncbn", "copy"):
-        print(row.benchmark, row.case, row.quantity, row.variant, row.median / 1e6, sep=",")
-"""
-    result = execute_beside(output, "-c", code)
-    lines = [line for line in result.stdout.splitlines() if " of a net" not in line]
+def test_a_net_is_the_sum_of_its_layers_round_by_round(on_cpu, monkeypatch):
+    # Three for each case.
+    rounds = itertools.cycle(3 * [[1.0, 2.0, 4.0]] + 3 * [[5.0, 1.0, 1.0]])
+    samples = lambda variants, *rest: dict.fromkeys(variants, next(rounds))  # noqa: E731
+    monkeypatch.setattr(cuda_timings, "interleave", samples)
+    sums = [
+        (row.benchmark, row.case, row.quantity, row.variant, row.median / 1e6)
+        for row in cuda_timings.timing_rows(on_cpu)
+        if row.quantity in ("batch_norm_stats", "forward")
+        and row.variant in ("syncbn", "copy")
+        and not row.benchmark.endswith(" of a net")
+    ]
     # One layer of a shape and three of another: 16, 5 and 7 s. A copy is two passes; a forward is
     # three of them and the statistics are one.
-    assert lines == [
-        "layer,tiny net,forward,syncbn,7.0",
-        "layer,tiny net,forward,copy,10.5",
-        "operators,tiny net,batch_norm_stats,syncbn,7.0",
-        "operators,tiny net,batch_norm_stats,copy,3.5",
-        "layer,tiny 2-D,forward,syncbn,2.0",
-        "layer,tiny 2-D,forward,copy,3.0",
-        "operators,tiny 2-D,batch_norm_stats,syncbn,2.0",
-        "operators,tiny 2-D,batch_norm_stats,copy,1.0",
-    ], result.stderr
-
-
-def load(name):
-    """Import a benchmark's module that imports no other one."""
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    assert sums == [
+        ("layer", "tiny net", "forward", "syncbn", 7.0),
+        ("layer", "tiny net", "forward", "copy", 10.5),
+        ("operators", "tiny net", "batch_norm_stats", "syncbn", 7.0),
+        ("operators", "tiny net", "batch_norm_stats", "copy", 3.5),
+        ("layer", "tiny 2-D", "forward", "syncbn", 2.0),
+        ("layer", "tiny 2-D", "forward", "copy", 3.0),
+        ("operators", "tiny 2-D", "batch_norm_stats", "syncbn", 2.0),
+        ("operators", "tiny 2-D", "batch_norm_stats", "copy", 1.0),
+    ]
 
 
 def test_layers_that_are_timed_send_their_messages():
     code = """
-import cuda_timings, torch, torch.distributed as dist
+import torch, torch.distributed as dist
+from benchmarks.cuda_layers import sending_alone
+from syncbn import SyncBatchNorm
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 sizes, original = [], dist.all_reduce
 dist.all_reduce = lambda tensor, **rest: (sizes.append(tensor.numel()), original(tensor, **rest))
-layer = cuda_timings.syncbn.SyncBatchNorm(4)
-with cuda_timings.sending_alone():
+layer = SyncBatchNorm(4)
+with sending_alone():
     layer(torch.rand(3, 4)).sum().backward()
 layer(torch.rand(3, 4)).sum().backward()
 print(sizes)
@@ -169,7 +153,7 @@ print(sizes)
 @pytest.mark.parametrize(("suite", "nets"), [("full", 12), ("quick", 4)])
 def test_nets_are_complete(suite, nets):
     layers = {}
-    for case in load("cases").CUDA_SUITES[suite].cases:
+    for case in CUDA_SUITES[suite].cases:
         if case.net is not None:
             layers[case.net] = layers.get(case.net, 0) + case.layers
     assert len(layers) == nets and set(layers.values()) == {53}
@@ -184,7 +168,7 @@ def test_resnet50_has_the_layers_that_are_timed():
             if isinstance(module, torch.nn.BatchNorm2d):
                 module.register_forward_hook(lambda *args: shapes.update([args[-1].shape[1:3]]))
         model(torch.empty(1, 3, 224, 224))
-    assert {(c, s): n for n, c, s in load("cases").RESNET50} == shapes
+    assert {(c, s): n for n, c, s in RESNET50} == shapes
 
 
 def launch_events():
@@ -206,7 +190,7 @@ def launch_events():
 
 def test_launches_are_read_off_a_trace():
     """What waits before or after the call is not the call's."""
-    assert load("launches").read_launches(launch_events()) == (
+    assert read_launches(launch_events()) == (
         ["stats_kernel"],
         ["Memcpy DtoH", "Memset"],
         ["cudaStreamSynchronize"],
@@ -215,34 +199,39 @@ def test_launches_are_read_off_a_trace():
 
 def test_trace_without_the_call_is_an_error():
     with pytest.raises(ValueError, match="expected one range .* but got 0"):
-        load("launches").read_launches(launch_events()[1:])
+        read_launches(launch_events()[1:])
 
 
-def test_table_is_of_nets_and_single_cases(output, tmp_path):
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- benchmark table -->\n<!-- end of benchmark table -->\n")
-    result = run("table.py", "--readme", readme, "--results", output)
-    assert result.returncode == 0, result.stderr
-    text = readme.read_text()
-    assert "over torch's SyncBatchNorm" in " ".join(text.split())
-    cells = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in text.splitlines()
-        if line.startswith("|")
+def test_table_is_of_nets_and_single_cases(results):
+    shown = ("tiny net", "tiny 2-D", "small layer")
+    above, lines, below = table.text([files.read(results)], shown).split("\n\n")
+    assert " on a GPU; 1.00 is `torch.nn.SyncBatchNorm` in" in " ".join(above.split())
+    below = " ".join(below.split())
+    assert " in a group of one rank over NCCL, " in below and "53 batch norm layers" in below
+    assert "refuses" not in below and "Memory" not in below  # those are of CPUs
+    _, *shown = cells(lines)
+    assert [line[:2] for line in shown] == [
+        ["tiny net", "2x3x9x9"],
+        ["tiny 2-D", "4x5"],
+        ["small layer", "8x16x4x4"],
     ]
-    assert [row[:2] for row in cells[2:4]] == [["tiny net", "2x3x9x9"], ["tiny 2-D", "4x5"]]
-    assert [bool(cell) for cell in cells[2][2:]] == [True, False, False, False]
-    assert [row[0] for row in cells[6:]] == ["tiny net"] * 4
-    assert all(row[2].endswith("%") for row in cells[6:])
+    assert [[bool(cell) for cell in line[2:]] for line in shown] == [
+        [True, False, False, False],
+        [False, False, True, False],
+        [True, False, False, False],
+    ]
 
 
-def test_plots_are_drawn(output):
-    result = run("plot.py", output / "gpu.csv")
-    assert result.returncode == 0, result.stderr
-    assert sorted(path.name for path in output.glob("*.png")) == ["gpu-copy.png", "gpu-torch.png"]
+def test_picture_is_of_single_cases_and_of_the_operators_of_nets(results):
+    figure = plot.picture(files.read(results))
+    above, below = ([label.get_text() for label in a.get_yticklabels()] for a in figure.axes)
+    assert above == ["tiny net  2x3x9x9", "tiny 2-D  4x5", "small layer  8x16x4x4"]
+    operators = ("stats", "apply", "backward_reduce", "backward_apply")
+    assert below == [*above[:2], *(f"tiny net  {name}" for name in operators)]
+    assert "times torch's SyncBatchNorm:" in figure.axes[0].get_title("left")
 
 
 def test_without_a_gpu_it_says_so():
-    result = execute(BENCHMARKS / "run.py", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
-    assert result.returncode == 2
+    result = run("run", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "no CUDA operators" in result.stderr or "no CUDA device" in result.stderr

@@ -5,13 +5,19 @@ import re
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from paths import ROOT
 
+from benchmarks.cases import CUDA_SUITES
 from tools import gpu_check
 from tools.gpu_check import Part
+
+# As the program "pytest": the current folder's syncbn does not hide the installed one.
+LAST = "import sys; sys.path.append(sys.path.pop(0)); import pytest; sys.exit(pytest.main())"
+PYTEST = [sys.executable, "-c", LAST]
 
 
 def part(name, code, seconds=30):
@@ -33,7 +39,7 @@ def test_without_a_gpu_it_ends_with_words(tmp_path):
 
 @pytest.mark.parametrize(("option", "outcome"), [("-ra", "skipped"), ("--require-cuda", "error")])
 def test_cuda_tests_tell_why_they_cannot_run(option, outcome):
-    command = [sys.executable, "-m", "pytest", "tests/cuda/test_graphs.py", "-q", option]
+    command = [*PYTEST, "tests/cuda/test_graphs.py", "-q", option]
     result = subprocess.run(
         [*command, "-k", "empty_batch"],
         cwd=ROOT,
@@ -47,7 +53,7 @@ def test_cuda_tests_tell_why_they_cannot_run(option, outcome):
 
 def test_parts_run_all_tests_of_cuda_each_once():
     def collected(paths):
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "cuda", *paths]
+        command = [*PYTEST, "--collect-only", "-q", "-m", "cuda", *paths]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert result.returncode == 0, result.stdout + result.stderr
         return [line for line in result.stdout.splitlines() if "::" in line]
@@ -61,6 +67,13 @@ def test_limits_leave_a_minute_of_ten_and_files_are_few():
     assert sum(max(part.seconds for part in parts) for parts in stages) <= 540
     logs = [part.name for parts in stages for part in parts]
     assert len(logs) == len(set(logs)) <= 8 - len(("benchmark.csv", "summary.txt"))
+
+
+def test_benchmark_is_a_program_that_is_there():
+    (benchmark,) = gpu_check.stages("9.0", Path("out"))[-1]
+    (_, option, module, path, suite) = benchmark.command
+    assert (option, path) == ("-m", "out/benchmark.csv") and suite in CUDA_SUITES
+    assert find_spec(module) is not None
 
 
 def test_parts_run_at_once_and_their_results_are_told(tmp_path):

@@ -1,19 +1,26 @@
-"""Runs benchmarks and looks into their results."""
+"""Benchmarks as a user starts them, results that are made up, and looks into results."""
 
+import csv
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
+import torch
 from paths import ROOT
 
-BENCHMARKS = ROOT / "benchmarks"
+from benchmarks.cases import SUITES
+from benchmarks.layer import Setting, timed_rows
+
+ORIGIN = {"device": "abacus", "date": "2026-01-02", "commit": "abcdef0", "torch": "2.11.0"}
 
 
 def execute(*command, **variables):
-    """Run Python where the benchmarks can be imported."""
+    """Run Python in the project's folder."""
     return subprocess.run(
         [sys.executable, *map(str, command)],
-        cwd=BENCHMARKS,  # the checkout's root would hide the installed syncbn
+        cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
@@ -21,8 +28,14 @@ def execute(*command, **variables):
     )
 
 
-def run(script, *args):
-    return execute(BENCHMARKS / script, *args)
+def run(*args, **variables):
+    return execute("-m", "benchmarks", *args, **variables)
+
+
+def read(path: Path):
+    """Return rows as the file has them."""
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def found(rows, *columns):
@@ -31,3 +44,24 @@ def found(rows, *columns):
 
 def select(rows, **values):
     return [row for row in rows if all(row[name] == value for name, value in values.items())]
+
+
+def step_rows(case, speed, share=None, benchmark="layer", **changes):
+    """Return rows of training steps that are ``speed`` times as fast as torch's.
+
+    ``share`` is the speed as a share of copying's, ``changes`` are columns.
+    """
+    samples = {"syncbn": [1.0], "torch": [speed], "syncbn again": [1.04]}
+    pairs = []
+    if share is not None:
+        samples["copy"] = [share]
+        pairs = [("copy", "syncbn")]
+    setting = Setting(SUITES["tiny"], torch.device("cpu"), threads=8, allocator="tuned")
+    rows = timed_rows(benchmark, case, "forward+backward", samples, setting, pairs)
+    return [replace(row, **{**ORIGIN, **changes}) for row in rows]
+
+
+def cells(text):
+    """Return the cells of a document's tables, line by line, without what rules them off."""
+    lines = [line for line in text.splitlines() if line.startswith("|") and "---" not in line]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]

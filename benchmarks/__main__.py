@@ -1,0 +1,86 @@
+"""The command line of the benchmarks. Each command imports what it needs: two need only Python."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from benchmarks.rows import RESULTS, read
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure this machine and draw the results."""
+    from benchmarks.plot import draw
+    from benchmarks.run import measure, why_no_cuda
+
+    if args.device == "cuda" and (reason := why_no_cuda()):
+        sys.exit(f"python -m benchmarks run: {reason}")
+    path = measure(args.device, args.suite, args.output)
+    print(path, draw(path), sep="\n")
+
+
+def table(args: argparse.Namespace) -> None:
+    """Rewrite the README's table in place."""
+    from benchmarks.table import text
+    from tools.generated_block import replace_block
+
+    results = [read(path) for path in sorted(args.results.glob("*.csv"))]
+    block = replace_block(args.readme.read_text(), "benchmark table", text(results))
+    args.readme.write_text(block)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Print what became slower, and exit with 1 if something did."""
+    from benchmarks.compare import regressions
+
+    found = regressions(read(args.old), read(args.new), args.tolerance)
+    print("\n".join(found) or "nothing became slower")
+    sys.exit(1 if found else 0)
+
+
+def plot(args: argparse.Namespace) -> None:
+    """Draw a file of results again."""
+    from benchmarks.plot import draw
+
+    print(draw(args.results))
+
+
+def main() -> None:
+    """Parse the command line and run its command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks")
+    commands = parser.add_subparsers(required=True, metavar="run | table | compare | plot")
+
+    about = "measure everything into results/<device>.csv and draw it beside: half an hour"
+    command = commands.add_parser("run", help=about, description=about)
+    command.set_defaults(call=run, suite="full")
+    command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    length = command.add_mutually_exclusive_group()
+    for name, text in {"quick": "a subset, in minutes", "tiny": "shows that it runs"}.items():
+        length.add_argument(f"--{name}", dest="suite", action="store_const", const=name, help=text)
+    command.add_argument("--output", type=Path, help="a folder; of a subset: build/benchmarks")
+
+    about = "write the README's table from results/*.csv"
+    command = commands.add_parser("table", help=about, description=about)
+    command.set_defaults(call=table)
+    command.add_argument("--readme", type=Path, default=README)
+    command.add_argument("--results", type=Path, default=RESULTS, help="the folder of the CSVs")
+
+    about = "say what became slower between two files of results of one device"
+    command = commands.add_parser("compare", help=about, description=about)
+    command.set_defaults(call=compare)
+    command.add_argument("old", type=Path)
+    command.add_argument("new", type=Path)
+    command.add_argument("--tolerance", type=float, default=0.1, help="as a fraction")
+
+    about = "draw a file of results: FILE.png beside FILE.csv"
+    command = commands.add_parser("plot", help=about, description=about)
+    command.set_defaults(call=plot)
+    command.add_argument("results", type=Path)
+
+    args = parser.parse_args()
+    args.call(args)
+
+
+if __name__ == "__main__":
+    main()

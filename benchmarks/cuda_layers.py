@@ -1,0 +1,51 @@
+"""Layers that are compared on a GPU: both send their messages, although they are alone.
+
+``syncbn`` is our layer and ``torch`` the kernels of torch.nn.SyncBatchNorm, both in an NCCL group
+of one rank. Alone neither would use the group; here its messages reach nobody: what other ranks add
+is measured where there are several GPUs, in collective_times.py.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
+
+import syncbn
+from benchmarks.cases import Case
+from benchmarks.layer import parameter_dtype
+from syncbn import collectives
+
+
+class TorchLayer(nn.SyncBatchNorm):
+    """torch.nn.SyncBatchNorm that synchronizes in a group of one as well."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Run what torch's layer runs when it trains in a larger group."""
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        buffers = (self.running_mean, self.running_var, self.eps, self.momentum)
+        output: Tensor = TorchSyncBatchNorm.apply(
+            input, self.weight, self.bias, *buffers, dist.group.WORLD, 1
+        )
+        return output
+
+
+def sending_alone() -> AbstractContextManager[object]:
+    """Return a context in which our layers use the group of one, too."""
+    patched: AbstractContextManager[object]
+    patched = mock.patch.object(collectives, "resolve_group", new=lambda _: dist.group.WORLD)
+    return patched
+
+
+def make_layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
+    """Return our layer, torch's, and ours again."""
+    options: dict[str, Any] = {"device": device, "dtype": parameter_dtype(case)}
+    return {
+        "syncbn": syncbn.SyncBatchNorm(case.shape[1], **options),
+        "torch": TorchLayer(case.shape[1], **options),
+        "syncbn again": syncbn.SyncBatchNorm(case.shape[1], **options),
+    }

@@ -1,0 +1,233 @@
+"""The comparison of results, the README's table of them, and their picture."""
+
+import itertools
+import re
+from dataclasses import replace
+
+import pytest
+from benchmarking import cells, run, step_rows
+from paths import ROOT
+
+from benchmarks import plot, table
+from benchmarks.cases import CUDA_SUITES, SUITES, Case
+from benchmarks.compare import regressions
+from benchmarks.layer import OPERATOR_PASSES, OVERHEAD
+from benchmarks.rows import RESULTS, write
+from tools.generated_block import replace_block
+
+COLUMNS = ["float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last"]
+EMPTY = "before\n<!-- benchmark table -->\n<!-- end of benchmark table -->\nafter\n"
+
+
+def case(name, dtype="float32", layout="contiguous", shape=(2, 3, 4, 5)):
+    return Case(name, shape, dtype, layout)
+
+
+@pytest.fixture
+def rows():
+    """Made-up results of a CPU. Speeds of 9.99 are of what the table leaves out."""
+    return [
+        *step_rows(OVERHEAD, 0.75, benchmark="overhead"),
+        *step_rows(OVERHEAD, 9.99, benchmark="overhead", threads=1),
+        *step_rows(case("2-D", shape=(4, 5)), 0.996, 0.125),
+        *step_rows(case("memory"), 2.0, 1.07),
+        *step_rows(case("memory", "bfloat16", "channels_last"), 1.5, 0.85),
+        *step_rows(case("memory", "float16"), 9.99, 0.5),
+        *step_rows(case("memory wide"), 9.99, 0.6),
+        *step_rows(case("memory"), 9.99, 9.99, threads=1),
+        *step_rows(case("memory"), 9.99, 9.99, quantity="forward"),
+        *step_rows(case("memory"), 9.99, 9.99, benchmark="operators"),
+        *step_rows(case("memory"), 1.25, 9.99, allocator="default"),
+        *step_rows(case("memory", "bfloat16"), 0.875, 9.99, allocator="default"),
+        *step_rows(case("memory wide"), 9.99, 9.99, allocator="default"),
+        *step_rows(OVERHEAD, 0.65, benchmark="overhead", allocator="default"),
+    ]
+
+
+@pytest.fixture
+def results(rows, tmp_path):
+    write(tmp_path / "abacus.csv", rows)
+    return tmp_path / "abacus.csv"
+
+
+def changed(rows, factor, **columns):
+    """Return the rows with the ratios to torch of those with such columns multiplied."""
+    return [
+        replace(row, median=factor * row.median)
+        if row.variant == "torch/syncbn" and all(getattr(row, n) == v for n, v in columns.items())
+        else row
+        for row in rows
+    ]
+
+
+def test_compare_passes_equal_files(results):
+    result = run("compare", results, results)
+    assert (result.returncode, result.stdout) == (0, "nothing became slower\n"), result.stderr
+
+
+def test_compare_finds_what_became_slower_beyond_the_tolerance(rows, results, tmp_path):
+    worse = tmp_path / "new.csv"
+    write(worse, changed(rows, 0.8, benchmark="overhead", threads=8, allocator="tuned"))
+    result = run("compare", results, worse)
+    assert result.returncode == 1 and result.stderr == ""
+    assert result.stdout == (
+        "overhead overhead float32 contiguous 8x16x4x4 8 tuned forward+backward: "
+        "0.75 -> 0.60 times torch\n"
+    )
+    assert run("compare", results, worse, "--tolerance", "0.25").returncode == 0
+    assert run("compare", worse, results).returncode == 0  # faster is no regression
+
+
+def test_compare_counts_what_is_no_number_as_slower(rows):
+    (line,) = regressions(rows, changed(rows, float("nan"), case="2-D"), 0.1)
+    assert line.endswith("1.00 -> nan times torch")
+
+
+def test_compare_refuses_what_cannot_be_compared(rows):
+    other = [replace(row, device="slide rule") for row in rows]
+    with pytest.raises(ValueError, match="expected results of one device, but got .*abacus"):
+        regressions(rows, other, 0.1)
+    times = [row for row in rows if row.unit == "us"]
+    with pytest.raises(ValueError, match="expected results that measured the same"):
+        regressions(rows, times, 0.1)
+
+
+def test_table_shows_what_it_names_and_nothing_else(rows):
+    above, lines, below = table.text([rows]).split("\n\n")
+    assert above.startswith("Speed of a training step") and "1.00 is torch's `BatchNorm`" in above
+    assert cells(lines) == [
+        ["case", "shape", *COLUMNS],
+        ["memory", "2x3x4x5", "2.00", "", "", "1.50"],
+        ["2-D", "4x5", "1.00", "", "", ""],
+        ["small layer", "8x16x4x4", "0.75", "", "", ""],
+    ]
+    words = " ".join(below.split())
+    assert (
+        "Measured on abacus with 8 threads, in one process without communication, on 2026-01-02 "
+        "at commit abcdef0 with torch 2.11.0; repeated measurements differ by up to 4%."
+    ) in words
+    assert "figures become 0.65 to 1.25, half of them below 0.88" in words
+    for path in ("abacus.csv", "abacus.png"):
+        assert f"(benchmarks/results/{path})" in words
+
+
+def test_table_is_put_between_its_markers(rows, results, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text(EMPTY)
+    result = run("table", "--readme", readme, "--results", tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert readme.read_text() == replace_block(EMPTY, "benchmark table", table.text([rows]))
+
+
+def test_tables_are_of_each_device(rows, results, tmp_path):
+    write(tmp_path / "slide-rule.csv", [replace(row, device="slide-rule") for row in rows])
+    readme = tmp_path / "README.md"
+    readme.write_text(EMPTY)
+    assert run("table", "--readme", readme, "--results", tmp_path).returncode == 0
+    assert re.findall(r"Measured on (\S+) with", readme.read_text()) == ["abacus", "slide-rule"]
+
+
+def test_without_results_the_table_says_how_to_get_them():
+    assert "make bench" in table.text([])
+
+
+def test_table_of_the_readme_is_the_generated_one(tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text((ROOT / "README.md").read_text())
+    result = run("table", "--readme", readme)
+    assert result.returncode == 0, result.stderr
+    assert readme.read_text() == (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("suites", [SUITES, CUDA_SUITES], ids=["cpu", "cuda"])
+def test_table_has_five_lines_on_each_kind_of_device(suites):
+    names = {case.net.name if case.net else case.name for case in suites["full"].cases}
+    assert len([name for name in table.CASES if name in {*names, "small layer"}]) == 5
+
+
+def texts(axes):
+    """Return the names of lines and columns, and the cells."""
+    lines = [label.get_text() for label in axes.get_yticklabels()]
+    columns = [label.get_text().replace("\n", " ") for label in axes.get_xticklabels()]
+    inside = {(text.xy[1] - 0.5, text.xy[0] - 0.5): text.get_text() for text in axes.texts}
+    return lines, columns, {(lines[int(y)], columns[int(x)]): t for (y, x), t in inside.items()}
+
+
+def test_picture_shows_all_cases_with_all_threads(rows):
+    above, below = plot.picture(rows).axes
+    memory, wide, flat = "memory  2x3x4x5", "memory wide  2x3x4x5", "2-D  4x5"
+    lines, columns, inside = texts(above)
+    assert lines == [flat, memory, wide, "small layer  8x16x4x4"]
+    assert columns == ["float32", "bfloat16 channels_last", "float16"]
+    assert inside == {
+        ("small layer  8x16x4x4", "float32"): "0.75",
+        (flat, "float32"): "1.00",
+        (memory, "float32"): "2.00",
+        (memory, "bfloat16 channels_last"): "1.50",
+        (memory, "float16"): "9.99",
+        (wide, "float32"): "9.99",
+    }
+    assert "times torch's BatchNorm:" in above.get_title("left")
+    _, _, inside = texts(below)
+    assert inside == {
+        (flat, "float32"): "12%",
+        (memory, "float32"): "107%",
+        (memory, "bfloat16 channels_last"): "85%",
+        (memory, "float16"): "50%",
+        (wide, "float32"): "60%",
+    }
+
+
+def full_rows(suite, on_cuda):
+    """Return made-up rows of all that a picture of the suite shows."""
+    rows = list(step_rows(OVERHEAD, 0.75, benchmark="overhead"))
+    for case in dict.fromkeys(case.net or case for case in suite.cases):
+        rows += step_rows(case, 1.5, 1.0)
+    if on_cuda:
+        rows += step_rows(OVERHEAD, 1.0, benchmark="launches")
+        for net in dict.fromkeys(case.net for case in suite.cases if case.net):
+            rows += step_rows(net, 1.0, benchmark="operators of a net")
+            for name in OPERATOR_PASSES:
+                rows += step_rows(net, 1.0, 0.9, benchmark="operators", quantity=name)
+    return rows
+
+
+@pytest.mark.parametrize("on_cuda", [False, True], ids=["cpu", "cuda"])
+def test_picture_can_be_read_at_a_width_of_800_pixels(on_cuda):
+    suite = (CUDA_SUITES if on_cuda else SUITES)["full"]
+    figure = plot.picture(full_rows(suite, on_cuda))
+    width, height = figure.get_size_inches()
+    assert height * 800 / width <= 700
+    figure.draw_without_rendering()
+    drawn = figure.get_tightbbox()
+    assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
+    for axes in figure.axes:
+        labels = [*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels()]
+        # A point is 1/72 inch.
+        assert all(label.get_fontsize() / 72 * 800 / width >= 9 for label in labels)
+        boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
+
+
+def test_colours_meet_at_equal_speed():
+    """Faster is blue, slower is red, and as much of either is as dark."""
+    rows = [
+        *step_rows(case("equal"), 1.0, 1.0),
+        *step_rows(case("faster"), 2.0, 1.0),
+        *step_rows(case("slower"), 0.5, 1.0),
+    ]
+    equal, faster, slower = (
+        patch.get_facecolor()[:3] for patch in plot.picture(rows).axes[0].patches
+    )
+    assert min(equal) > 0.95
+    assert faster[2] > faster[0] + 0.2 and slower[0] > slower[2] + 0.2
+
+
+def test_results_are_drawn_beside_them(results):
+    result = run("plot", results)
+    assert (result.returncode, result.stdout) == (0, f"{results.with_suffix('.png')}\n")
+    assert results.with_suffix(".png").stat().st_size > 10_000
+
+
+def test_stored_results_have_their_picture_and_no_other():
+    assert {p.stem for p in RESULTS.glob("*.png")} == {p.stem for p in RESULTS.glob("*.csv")}
