@@ -58,7 +58,7 @@ def test_transforms_are_seen():
     assert seen == [True] and not _torch_private.are_transforms_active()
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 def test_jit_tracing_state_can_be_read_and_set():
     def traced(x):
         state = _torch_private.jit_tracing_state()
