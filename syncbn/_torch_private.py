@@ -1,4 +1,4 @@
-"""Private names of torch, all that are used: a torch that drops one fails in this file.
+"""All private names of torch that are used. If torch removes one, only this file fails.
 
 ``tests/layer/test_torch_private.py`` has a test of each.
 """

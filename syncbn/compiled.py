@@ -95,7 +95,8 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         group_name: str | None,
     ) -> Tensor:
         """Return the normalized input; arguments as :func:`syncbn.functional.train`."""
-        # The compiler merges calls with equal arguments. Eager ranks would wait for the other one.
+        # A new tensor for each call: the compiler merges calls with equal arguments, such as two
+        # layers on one input, and ranks that run uncompiled would wait for the second.
         call = torch.empty(0)
         totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group_name, call)
         totals = _sum_over_ranks(totals, group_name, "forward")

@@ -1,5 +1,6 @@
 """Conversion of a model's batch normalization layers, and the way back."""
 
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -7,7 +8,7 @@ from typing import overload
 
 from torch import nn
 
-# Not by torch.nn's name for it, to which a program may have bound our layer.
+# From its own module: a program may have bound torch.nn.SyncBatchNorm to our layer.
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -67,7 +68,7 @@ def convert_sync_batchnorm(
     """
     _check_module(module)
     collectives.check_process_group(process_group)
-    layers, left_alone = _layers(module, _has_no_sync_class)
+    layers, left_alone = _modules_to_visit(module, _has_no_sync_class)
     for name, layer in layers + left_alone:
         if isinstance(layer, LazyModuleMixin) and isinstance(layer, BatchNormBase):
             raise ValueError(
@@ -99,7 +100,7 @@ def convert_sync_batchnorm(
     converted = _replace(module, layers, convert)
     for name, layer in left_alone:
         synchronizes = "stays torch's" if _is_synchronized(layer) else "does not synchronize"
-        warnings.warn(_own_methods(layer, name, synchronizes), stacklevel=2)
+        warnings.warn(_left_alone_message(layer, name, synchronizes), stacklevel=2)
     return converted
 
 
@@ -135,7 +136,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         'BatchNorm2d'
     """
     _check_module(module)
-    layers, left_alone = _layers(
+    layers, left_alone = _modules_to_visit(
         module, lambda layer: _is_synchronized(layer) and not _is_plain(layer)
     )
     _check_not_compiled(layers, lambda layer: _is_synchronized(layer) and _is_plain(layer))
@@ -151,7 +152,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     reverted = _replace(module, layers, revert)
     for name, layer in left_alone:
-        warnings.warn(_own_methods(layer, name, "still synchronizes"), stacklevel=2)
+        warnings.warn(_left_alone_message(layer, name, "still synchronizes"), stacklevel=2)
     return reverted
 
 
@@ -160,10 +161,12 @@ def _check_module(module: object) -> None:
         raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}")
 
 
-def _layers(root: nn.Module, is_left_alone: Callable[[nn.Module], bool]) -> tuple[Layers, Layers]:
+def _modules_to_visit(
+    root: nn.Module, is_left_alone: Callable[[nn.Module], bool]
+) -> tuple[Layers, Layers]:
     """Return the modules of a model, each once, and those of them that are left alone.
 
-    What only a layer that is left alone holds is in neither: its methods may count on it.
+    Children of a layer that is left alone are skipped, because its methods may depend on them.
     """
     layers: Layers = []
     left_alone: Layers = []
@@ -201,7 +204,7 @@ def _is_synchronized(layer: nn.Module) -> bool:
     return isinstance(layer, (SyncBatchNorm, TorchSyncBatchNorm))
 
 
-def _own_methods(layer: nn.Module, name: str, consequence: str) -> str:
+def _left_alone_message(layer: nn.Module, name: str, consequence: str) -> str:
     return (
         f"the layer {name!r} is a {type(layer).__name__}, which is not plain batch normalization: "
         f"it has methods of its own, is left as it is and {consequence}"
@@ -210,6 +213,8 @@ def _own_methods(layer: nn.Module, name: str, consequence: str) -> str:
 
 # Names that a subclass may define and still be the layer it derives from.
 _HARMLESS = {"__init__", _torch_private.INPUT_CHECK, "extra_repr"}
+# Made by Python 3.14 for annotations.
+_HARMLESS |= {"__annotate__", "__annotate_func__"}
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -217,12 +222,17 @@ def _is_plain(layer: nn.Module) -> bool:
     if "forward" in vars(layer):  # replaced on the instance
         return False
     for cls in type(layer).__mro__:
-        if cls.__module__.startswith(("torch.nn.modules.", "syncbn.", "typing", "builtins")):
+        if cls.__module__ in ("builtins", "typing"):
             continue
+        if cls.__module__.startswith(("torch.nn.modules.", "syncbn.")):
+            continue
+        # Methods, and whatever is called in the place of one of the base class.
         own = {
             name
             for name, value in vars(cls).items()
-            if callable(value) or isinstance(value, (property, classmethod, staticmethod))
+            if inspect.isroutine(value)
+            or isinstance(value, property)
+            or (callable(value) and hasattr(BatchNormBase, name))
         }
         if own - _HARMLESS:
             return False
@@ -258,7 +268,7 @@ def _timms_class(layer: nn.Module) -> type[nn.Module] | None:
 def _replace(
     root: nn.Module, layers: Layers, replacement: Callable[[nn.Module, str], nn.Module]
 ) -> nn.Module:
-    """Replace each of the layers by ``replacement(layer, name)`` in those of them that hold it."""
+    """Replace each of the layers by ``replacement(layer, name)`` in its parent modules."""
     replaced = {id(layer): replacement(layer, name) for name, layer in layers}
     for new in replaced.values():
         children = _torch_private.children(new)

@@ -4,7 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,19 +23,19 @@ __all__ = [
     "layer_name",
     "sum_over_ranks",
     "sum_statistics",
-    "with_place",
+    "with_layer_and_rank",
 ]
 
-# Errors that are raised again with the layer and the rank in their text.
-_WORDED = (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError)
+# Errors that are raised again, with the layer and the rank in their text.
+_REWRITTEN = (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError)
 
 
 class _Named(Protocol):
     _name: str
 
 
-# A layer in errors: its name, or in a compiled graph itself. A graph that has read the name does
-# not serve another layer, so that it is read where it is said.
+# A layer in errors: its name, or the layer itself under torch.compile, where reading the name would
+# add a guard and compile the graph again for each layer.
 Layer = str | _Named
 
 
@@ -73,7 +73,7 @@ def sum_over_ranks(message: Tensor, group: ProcessGroup, layer: Layer, direction
     except RuntimeError as error:
         if "Batching rule not implemented" in str(error):
             words = "gradients of several ranks cannot be batched; leave out is_grads_batched=True"
-            raise with_place(NotImplementedError(words), layer, group) from error
+            raise with_layer_and_rank(NotImplementedError(words), layer, group) from error
         raise communication_error(error, group, layer, direction) from error
 
 
@@ -84,10 +84,11 @@ def check(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
 
 
 class guard:
-    """Inside of it, whatever is raised withdraws this rank from the forward pass of the others.
+    """Context in which an error withdraws this rank from the forward pass of the others.
 
     They fail at once then instead of waiting. The error gets the layer and the rank into its words.
-    Belongs around what comes before the forward collective, and never around the collective.
+    Belongs around the code before the forward collective, never around the collective. An interrupt
+    does not withdraw: it must not wait for the others.
     """
 
     __slots__ = ("arguments", "group", "input", "layer")
@@ -111,21 +112,19 @@ class guard:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if error is None:
+        if not isinstance(error, Exception):
             return
         if self.group is not None:
-            _withdraw(self.group, self.input, self.arguments)
-        if type(error) in _WORDED:
-            if TYPE_CHECKING:
-                assert isinstance(error, Exception)
-            raise with_place(error, self.layer, self.group) from None
+            _withdraw_if_size_is_known(self.group, self.input, self.arguments)
+        if type(error) in _REWRITTEN:
+            raise with_layer_and_rank(error, self.layer, self.group) from None
 
 
 # Sizes: ranks whose messages differ in size crash (gloo) or hang (NCCL) inside the collective.
 
 
 class _SizesSeen:
-    """The message sizes that a group has compared, and which group of its name it is."""
+    """The message sizes that a group has compared, and how many groups have had its name."""
 
     def __init__(self, group: ProcessGroup) -> None:
         name = ""
@@ -159,20 +158,19 @@ def compare_sizes(message: Tensor, group: ProcessGroup, layer: Layer) -> None:
         raise ValueError(
             f"expected the same channels on all ranks, but this rank normalizes "
             f"{(size - 1) // 2} while another normalizes {(other - 1) // 2}; the ranks run "
-            f"different layers{_place(layer, group)}"
+            f"different layers{_layer_and_rank(layer, group)}"
         )
 
 
 def find_size_mismatch(group: ProcessGroup, size: int, device: torch.device) -> int | None:
     """Before a group's first message of this size, compare it with that of other ranks.
 
-    The group's store tells: the first rank to come writes its size, the others compare. Never
-    waits, and sends no collective.
+    The first rank to come writes its size to the group's store, the others compare. Asks the store
+    once for each new size, sends no collective, and waits for no other rank.
 
     Ranks compare if they have compared the same sizes before, in the same group (a later one may
-    have its name and its store), and if their backend has counted as many operations. The count
-    keeps apart the ranks of which some compile, which do not compare; where it differs for another
-    reason, such as sends between some of them, ranks do not compare.
+    have its name and its store), and if their backends have counted the same number of operations.
+    Sends between some ranks make these numbers differ; such ranks do not compare.
 
     Returns:
         The size that another rank sends, if it differs.
@@ -210,14 +208,16 @@ def _check_join(group: ProcessGroup, layer: Layer) -> None:
             "empty batches instead, or call join(throw_on_early_termination=True) to end all ranks "
             "together"
         )
-        raise with_place(NotImplementedError(words), layer, group)
+        raise with_layer_and_rank(NotImplementedError(words), layer, group)
 
 
 # Withdrawal: a message whose count is NaN, in place of the one that the other ranks wait for.
 
 
-def _withdraw(group: ProcessGroup, input: object, arguments: Arguments | None) -> None:
-    """Let the other ranks of a forward pass fail, as far as it is known what they wait for."""
+def _withdraw_if_size_is_known(
+    group: ProcessGroup, input: object, arguments: Arguments | None
+) -> None:
+    """Send a withdrawal, if parameters, buffers or the input tell the size of the message."""
     vectors: tuple[object, ...] = () if arguments is None else arguments.vectors
     num_features = None if arguments is None else arguments.num_features
     tensors = [tensor for tensor in (*vectors, input) if isinstance(tensor, Tensor)]
@@ -264,9 +264,9 @@ def layer_name(layer: Layer) -> str:
     return layer if isinstance(layer, str) else layer._name
 
 
-def with_place(error: Exception, layer: Layer, group: ProcessGroup | None) -> Exception:
+def with_layer_and_rank(error: Exception, layer: Layer, group: ProcessGroup | None) -> Exception:
     """Return the error with the layer and the rank at the end of its text."""
-    return type(error)(f"{error}{_place(layer, group)}")
+    return type(error)(f"{error}{_layer_and_rank(layer, group)}")
 
 
 def communication_error(
@@ -277,11 +277,11 @@ def communication_error(
         f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has failed, "
         "left, did not come in time or runs another layer; look at the first error of the other "
         "ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what they do"
-        f"{_place(layer, group)}: {error}"
+        f"{_layer_and_rank(layer, group)}: {error}"
     )
 
 
-def _place(layer: Layer, group: ProcessGroup | None) -> str:
+def _layer_and_rank(layer: Layer, group: ProcessGroup | None) -> str:
     """Return which layer and rank this is, in brackets to follow a message; empty if unknown."""
     rank = "" if group is None else f"rank {group.rank()} of {group.size()}"
     name = layer_name(layer)

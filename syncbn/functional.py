@@ -99,7 +99,7 @@ def evaluate(input: Tensor, arguments: Arguments, layer: exchange.Layer = "") ->
     try:
         checks.check_evaluation(input, arguments)
     except (TypeError, ValueError) as error:
-        raise exchange.with_place(error, layer, None) from None
+        raise exchange.with_layer_and_rank(error, layer, None) from None
     return local.evaluate(input, arguments)
 
 
@@ -116,11 +116,12 @@ def train(
     try:
         group = collectives.resolve_group(process_group)
     except (TypeError, ValueError) as error:
-        raise exchange.with_place(error, layer, None) from None
+        raise exchange.with_layer_and_rank(error, layer, None) from None
     if tracing.is_recorded():
         return exported.train(input, arguments, group, layer)
     output: Tensor
-    # Asked in here: torch.compile traces what this calls even where it has given up this function.
+    # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
+    # this one calls, and they would find a compiler.
     if torch.compiler.is_compiling():
         traced = compiled.train(input, arguments, group, layer)
         if traced is not None:

@@ -112,7 +112,7 @@ class SyncBatchNorm(BatchNormBase):
         self.process_group = process_group
 
     def reset_parameters(self) -> None:
-        """Set weight and bias to 1 and 0, and the running statistics to those of no batch."""
+        """Set weight and bias to 1 and 0, and reset the running statistics."""
         self.reset_running_stats()
         if self.weight is not None:
             nn.init.ones_(self.weight)
@@ -125,7 +125,7 @@ class SyncBatchNorm(BatchNormBase):
             recorded = _record_call(self, SyncBatchNorm.forward, input)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
-        layer = self if torch.compiler.is_compiling() else self._name
+        layer = self if torch.compiler.is_compiling() else self._name  # see exchange.Layer
         has_running = self.track_running_stats or not self.training
         counter = self.num_batches_tracked if self.track_running_stats and self.training else None
         arguments = Arguments(
@@ -146,7 +146,7 @@ class SyncBatchNorm(BatchNormBase):
     def __prepare_scriptable__(self) -> NoReturn:
         """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""
         words = "TorchScript cannot hold a SyncBatchNorm layer; call syncbn.revert_sync_batchnorm"
-        raise exchange.with_place(NotImplementedError(f"{words} first"), self._name, None)
+        raise exchange.with_layer_and_rank(NotImplementedError(f"{words} first"), self._name, None)
 
     @overload
     @classmethod

@@ -33,7 +33,7 @@ def normalize(
     try:
         return ops.batch_norm_apply(input, totals, *arguments.for_operators())
     except RuntimeError as error:
-        raise exchange.with_place(error, layer, group) from None
+        raise exchange.with_layer_and_rank(error, layer, group) from None
 
 
 def backward(

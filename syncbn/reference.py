@@ -74,14 +74,14 @@ def batch_norm_backward(
     eps: float,
     group: ProcessGroup | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of :func:`batch_norm` as differentiable expressions.
+    """Compute the gradients of :func:`batch_norm` as differentiable expressions; three all-reduces.
 
     Args:
         grad_output: Gradient of the output, shape of ``input``.
         input: Shape (N, C, ...).
         weight: Shape [C], or None for 1.
         eps: Added to the biased variance.
-        group: The ranks that share statistics, or None for this process alone. Three collectives.
+        group: The ranks that share statistics, or None for this process alone.
 
     Returns:
         Gradients of input (its dtype and shape; of the sum over all ranks), of weight and of bias

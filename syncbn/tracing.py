@@ -1,4 +1,4 @@
-"""Runners of a layer other than a program: tracers that record it, and recomputations."""
+"""Detection of tracers and of recomputation."""
 
 import torch
 
@@ -8,10 +8,10 @@ __all__ = ["is_recomputation", "is_recorded"]
 
 
 def is_recorded() -> bool:
-    """Whether a graph is recorded that may be differentiated, or anything, by whoever gets it.
+    """Whether a tracer other than torch.compile records this call.
 
-    So do torch.export, make_fx and AOTAutograd by itself, and what is built on them, such as
-    pipelines and quantization-aware training; not torch.compile.
+    That is torch.export, make_fx or AOTAutograd by itself, or a tool that is built on them, such as
+    pipelines and quantization-aware training. The user of the graph may differentiate it.
     """
     if torch.compiler.is_compiling():
         return _torch_private.is_exporting()
@@ -21,8 +21,8 @@ def is_recorded() -> bool:
 
 
 def is_recomputation() -> bool:
-    """Whether this forward runs inside a backward pass: activation checkpointing's second run.
+    """Whether this forward pass runs inside a backward pass: activation checkpointing's second run.
 
-    Its statistics have been counted by the first.
+    The first run has updated the running statistics.
     """
     return _torch_private.graph_task_id() != -1

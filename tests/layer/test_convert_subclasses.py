@@ -48,6 +48,31 @@ def test_subclass_that_only_constructs_and_describes_itself_is_converted():
     assert type(revert_sync_batchnorm(converted)[0]) is Described
 
 
+class Annotated(nn.BatchNorm2d):
+    scale: float
+    activation = nn.ReLU
+    # As Python 3.14 makes it of the annotation.
+    exec("def __annotate_func__(format): return {'scale': float}")
+
+
+def test_subclass_with_attributes_that_are_no_methods_is_converted():
+    assert type(convert_sync_batchnorm(nn.Sequential(Annotated(3)))[0]) is SyncBatchNorm
+
+
+class Callable:
+    def __call__(self, input):
+        return input
+
+
+class Replaced(nn.BatchNorm2d):
+    forward = Callable()
+
+
+def test_subclass_whose_forward_is_no_function_is_left_alone_and_named():
+    with pytest.warns(UserWarning, match="'0' is a Replaced, .* does not synchronize"):
+        assert type(convert_sync_batchnorm(nn.Sequential(Replaced(3)))[0]) is Replaced
+
+
 @pytest.mark.parametrize("convert", [convert_sync_batchnorm, revert_sync_batchnorm])
 def test_layer_with_a_forward_of_its_own_instance_is_left_alone_and_named(convert):
     layer = nn.BatchNorm2d(3) if convert is convert_sync_batchnorm else SyncBatchNorm(3)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -187,6 +188,24 @@ def test_rank_that_does_not_come_fails_the_others_at_the_groups_timeout():
     assert waiting.kind == "RuntimeError"
     assert "did not come in time" in waiting.message
     assert "[layer 'body.bn1', rank 0 of 2]" in waiting.message
+
+
+def interrupt_before_the_sum(rank, world_size):
+    begin = time.monotonic()
+    if rank == 0:
+        time.sleep(5)
+        return None
+    with (
+        mock.patch.object(exchange.layout, "as_dense", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        SyncBatchNorm(3)(torch.rand(4, 3))
+    return time.monotonic() - begin
+
+
+def test_interrupt_does_not_wait_for_other_ranks(two_ranks):
+    _, seconds = two_ranks.run(interrupt_before_the_sum)
+    assert seconds < 2
 
 
 def compare_at_different_collectives(rank, world_size):
