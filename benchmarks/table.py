@@ -14,7 +14,7 @@ COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_la
 
 ABOVE = (
     "Speed of a training step, forward and backward, of one layer on a {processor}; 1.00 is "
-    "{theirs} in the same run, 2.00 takes half its time."
+    "{theirs} in the same run, 2.00 takes half its time, blank is not measured."
 )
 # Sentences below the table.
 ORIGIN = (
@@ -22,9 +22,9 @@ ORIGIN = (
     "measurements differ by up to {noise:.0%}."
 )
 ON_CPU = (
-    "The comparison is with torch's `BatchNorm` because `torch.nn.SyncBatchNorm`, which syncbn "
-    "replaces, refuses to train on CPUs. Tensors of `memory` are meant to fit no cache, those of "
-    "`cache` the last one; the small layer has next to nothing to compute."
+    "Communication is not measured: between CPUs `torch.nn.SyncBatchNorm`, which syncbn replaces, "
+    "refuses to train, and alone it is this `BatchNorm`. Tensors of `memory` are meant to fit no "
+    "cache, those of `cache` the last one; the small layer has next to nothing to compute."
 )
 ON_CUDA = (
     "ResNet-50 is the sum of all its 53 batch norm layers for so many images; the small layer has "

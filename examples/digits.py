@@ -132,25 +132,27 @@ def main() -> None:
     order = torch.cat([torch.randperm(TRAIN) for _ in range(EPOCHS)])
     batches = order[: steps * ranks * PER_RANK].view(steps, ranks, PER_RANK)
 
+    each = f"{ranks} x {PER_RANK} images"
     model = DistributedDataParallel(make_net(args.seed))
-    local = train("(a) BatchNorm per rank", model, images, labels, batches[:, rank])
+    local = train(f"(a) BatchNorm, {each}", model, images, labels, batches[:, rank])
 
     net = syncbn.convert_sync_batchnorm(make_net(args.seed))  # syncbn, 2 of 3
     model = DistributedDataParallel(net)  # syncbn, 3 of 3
-    synced = train("(b) syncbn", model, images, labels, batches[:, rank])
+    synced = train(f"(b) syncbn, {each}", model, images, labels, batches[:, rank])
 
     dist.destroy_process_group()
     if rank != 0:
         return
-    whole = train("(c) whole batch", make_net(args.seed), images, labels, batches.flatten(1))
+    name = f"(c) BatchNorm, 1 x {ranks * PER_RANK} images"
+    whole = train(name, make_net(args.seed), images, labels, batches.flatten(1))
 
-    print("\n                              test            largest difference from (c)")
-    print("                                           after the first step        at the end")
-    print("                        accuracy    loss" + "  parameters  statistics" * 2)
+    print("\n                                  test            largest difference from (c)")
+    print("                                               after the first step        at the end")
+    print("                            accuracy    loss" + "  parameters  statistics" * 2)
     for run in (local, synced, whole):
         _, accuracy, loss = run.points[-1]
         numbers = "".join(f"{difference:12.1e}" for difference in differences(run, whole))
-        print(f"{run.name:24}{accuracy:8.1%}{loss:8.3f}{numbers}")
+        print(f"{run.name:28}{accuracy:8.1%}{loss:8.3f}{numbers}")
     draw([local, synced, whole], args.output)
     print(f"\nThe curves are in {args.output}.")
 

@@ -28,13 +28,12 @@ def blocks(language):
 )
 def test_python_code_runs_in_one_process_and_in_two(tmp_path, launch):
     (code,) = blocks("python")
-    seen = "\nfor p in model.parameters(): assert p.grad is not None\n"
-    end = "if dist.is_initialized(): print(type(model).__name__); dist.destroy_process_group()"
-    (tmp_path / "train.py").write_text(code + seen + end)
+    (tmp_path / "train.py").write_text(code)
     command = [sys.executable, *launch, "train.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["DistributedDataParallel"] * (2 if launch else 0)
+    printed = re.findall(r"tensor\([^)]*\)", result.stdout)
+    assert len(printed) == (2 if launch else 1) and len(set(printed)) == 1
 
 
 def commands():
