@@ -4,6 +4,7 @@
 // statistics.
 
 #include "../../common/channel_constants.h"
+#include "../../common/message.h"
 #include "../../common/running.h"
 #include "channel_vector.h"
 #include "elementwise.h"
@@ -35,7 +36,7 @@ struct PrepareNormalize {
 
   template <typename A>
   __device__ Constants<3> constants(int64_t channel, bool first) const {
-    const Moments batch = read_message(totals, channels, channel);
+    const Moments<double> batch = read_message(totals, channels, channel);
     const double inverse = 1 / sqrt(batch.variance() + eps);
     if (first) {
       mean[channel] = batch.mean;
@@ -47,13 +48,13 @@ struct PrepareNormalize {
         move_running(channel, batch);
       }
     }
-    const NormalizeConstants result =
+    const syncbn::Normalize<double> result =
         normalize_constants(batch.mean, static_cast<A>(batch.mean), inverse,
                             load_channel(weight, channel, 1), load_channel(bias, channel, 0));
     return {{result.center, result.scale, result.shift}};
   }
 
-  __device__ void move_running(int64_t channel, const Moments& batch) const {
+  __device__ void move_running(int64_t channel, const Moments<double>& batch) const {
     // A cumulative average needs the new counter in all blocks: another kernel has counted.
     double factor = running.momentum;
     if (running.cumulative) {

@@ -28,7 +28,7 @@ struct PrepareGradInput {
 
   template <typename A>
   __device__ Constants<4> constants(int64_t channel, bool) const {
-    const GradInputConstants result =
+    const syncbn::GradInput<double> result =
         grad_input_constants(mean[channel], static_cast<A>(mean[channel]), invstd[channel],
                              load_channel(weight, channel, 1), sums[channel],
                              sums[channels + channel], *count < 1 ? 1 : *count);

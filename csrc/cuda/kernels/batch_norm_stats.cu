@@ -8,6 +8,7 @@
 // merged, the mean that the first of them has found, so that what is rounded then is small. Values
 // that were 16 bits wide need neither, for their own rounding is coarser.
 
+#include "../../common/message.h"
 #include "../../common/moments.h"
 #include "device.h"
 #include "dispatch.h"
@@ -34,9 +35,7 @@ struct ChannelMoments {
     const A share = other.count / total;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      const A delta = other.mean[c] - mean[c];
-      mean[c] += delta * share;
-      m2[c] += other.m2[c] + delta * delta * count * share;
+      merge_channel(mean[c], m2[c], count, other.mean[c], other.m2[c], share);
     }
     count = total;
   }

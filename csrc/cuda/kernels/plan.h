@@ -15,15 +15,10 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "../../common/dtype.h"
 #include "../../common/geometry.h"
 
 namespace syncbn::cuda {
-
-enum class DType { kHalf, kBFloat16, kFloat, kDouble };
-
-inline int size_of(DType dtype) {
-  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
-}
 
 constexpr int kMaxThreads = 256;  // in a block
 constexpr int kVectorBytes = 16;
