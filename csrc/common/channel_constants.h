@@ -5,8 +5,8 @@
 // large mean exactly, so x - center is computed, center being the mean rounded to that type, and
 // what the rounding left of the mean is part of the shift.
 //
-// A formula is a struct of constants of type V. What V is tells what the struct is for: a number or
-// some numbers to compute with, or a pointer to the constants of all channels.
+// A formula is a struct of its constants, each of type V: one number or several to compute with, or
+// a pointer to the constants of all channels. map() returns the same struct over another type.
 #pragma once
 
 #include "host_device.h"
@@ -22,7 +22,6 @@ struct Normalize {
   V scale;
   V shift;
 
-  // Another V of each constant.
   template <typename Function>
   SYNCBN_HOST_DEVICE SYNCBN_INLINE auto map(const Function& function) const {
     return Normalize<decltype(function(center))>{function(center), function(scale),

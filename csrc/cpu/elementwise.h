@@ -1,7 +1,8 @@
-// Element-wise work: reads some tensors and writes one of the same geometry, once each.
+// Element-wise work, which computes each value from those at the same place of some tensors by a
+// Formula of common/channel_constants.h. Each tensor is read or written once.
 //
-// The formula is an Op of common/channel_constants.h. Op<double*> has the constants of all channels
-// as they were computed, Op<const A*> as a loop reads them, Op<Pack> computes.
+// Formula<double*> points to the constants of all channels as they were computed, Formula<const A*>
+// to the same as a loop reads them, and Formula<Pack> computes.
 #pragma once
 
 #include <vector>
@@ -54,8 +55,8 @@ struct LayOutForRows {
   }
 };
 
-// Memory for the constants of an Op as a loop reads them: arrays of up to `length` values.
-template <template <typename> class Op, typename A>
+// Memory for the constants of a Formula as a loop reads them: arrays of up to `length` values.
+template <template <typename> class Formula, typename A>
 class ConstantArrays {
  public:
   explicit ConstantArrays(int64_t length)
@@ -65,7 +66,7 @@ class ConstantArrays {
 
   // Calls lay_out(constant of all channels, array) for each constant.
   template <typename Function>
-  Op<const A*> fill(const Op<double*>& of_channels, const Function& lay_out) {
+  Formula<const A*> fill(const Formula<double*>& of_channels, const Function& lay_out) {
     A* next = first_;
     return of_channels.map([&](const double* values) -> const A* {
       A* const array = next;
@@ -76,7 +77,7 @@ class ConstantArrays {
   }
 
  private:
-  static constexpr int64_t kNumber = sizeof(Op<A>) / sizeof(A);
+  static constexpr int64_t kNumber = sizeof(Formula<A>) / sizeof(A);
   static constexpr int64_t kLargestPack = 2 * Avx512::kVectorBytes / sizeof(A);
 
   int64_t length_;
@@ -84,10 +85,10 @@ class ConstantArrays {
   A* first_;  // aligned: vectors of constants must not straddle cache lines
 };
 
-template <template <typename> class Op, typename T>
-void compute_in_planes(ElementwiseJob<Op, T> job, const Geometry& geometry,
-                       const Op<double*>& constants) {
-  ConstantArrays<Op, compute_t<T>> arrays(geometry.channels);
+template <template <typename> class Formula, typename T>
+void compute_in_planes(ElementwiseJob<Formula, T> job, const Geometry& geometry,
+                       const Formula<double*>& constants) {
+  ConstantArrays<Formula, compute_t<T>> arrays(geometry.channels);
   job.constants = arrays.fill(constants, [&](const double* of_channels, compute_t<T>* array) {
     dispatch_isa<LayOutForPlanes<T>>(of_channels, &geometry, array);
   });
@@ -95,19 +96,19 @@ void compute_in_planes(ElementwiseJob<Op, T> job, const Geometry& geometry,
   const int64_t values = geometry.numel();
   torch::stable::parallel_for(0, ceil_div(values, kPiece), kMinValuesPerThread / kPiece,
                               [&](int64_t begin, int64_t end) {
-                                dispatch_isa<PlaneLoop<Op, T>>(&job, &geometry, begin * kPiece,
-                                                               std::min(end * kPiece, values));
+                                dispatch_isa<PlaneLoop<Formula, T>>(&job, &geometry, begin * kPiece,
+                                                                    std::min(end * kPiece, values));
                               });
 }
 
-template <template <typename> class Op, typename T>
-void compute_in_rows(ElementwiseJob<Op, T> job, const Geometry& geometry,
-                     const Op<double*>& constants) {
+template <template <typename> class Formula, typename T>
+void compute_in_rows(ElementwiseJob<Formula, T> job, const Geometry& geometry,
+                     const Formula<double*>& constants) {
   const int64_t row = geometry.channels * geometry.inner;
   const int64_t rows_in_wide = rows_per_wide_row(row, kWidestRow);
   const int64_t wide_row = row * rows_in_wide;
   const int64_t wide_rows = geometry.outer / rows_in_wide;
-  ConstantArrays<Op, compute_t<T>> arrays(wide_row);
+  ConstantArrays<Formula, compute_t<T>> arrays(wide_row);
   const auto lay_out = [&](int64_t width) {
     job.constants = arrays.fill(constants, [&](const double* of_channels, compute_t<T>* array) {
       dispatch_isa<LayOutForRows<T>>(of_channels, &geometry, width, array);
@@ -117,22 +118,22 @@ void compute_in_rows(ElementwiseJob<Op, T> job, const Geometry& geometry,
     lay_out(wide_row);
     torch::stable::parallel_for(
         0, wide_rows, ceil_div(kMinValuesPerThread, wide_row), [&](int64_t begin, int64_t end) {
-          dispatch_isa<RowLoop<Op, T>>(&job, wide_row, begin * wide_row, end - begin);
+          dispatch_isa<RowLoop<Formula, T>>(&job, wide_row, begin * wide_row, end - begin);
         });
   }
   if (const int64_t rest = geometry.outer - wide_rows * rows_in_wide; rest > 0) {
     lay_out(row);
-    dispatch_isa<RowLoop<Op, T>>(&job, row, wide_rows * wide_row, rest);
+    dispatch_isa<RowLoop<Formula, T>>(&job, row, wide_rows * wide_row, rest);
   }
 }
 
-template <template <typename> class Op, typename T>
-void elementwise(const Geometry& geometry, const std::array<const T*, Op<T>::kInputs>& inputs,
-                 T* output, const Op<double*>& constants) {
+template <template <typename> class Formula, typename T>
+void elementwise(const Geometry& geometry, const std::array<const T*, Formula<T>::kInputs>& inputs,
+                 T* output, const Formula<double*>& constants) {
   // What the last cache cannot hold is stored past it, which saves reading what is overwritten.
   const auto tensor_bytes = static_cast<int64_t>(geometry.numel() * sizeof(T));
-  const bool stream = (int64_t{Op<T>::kInputs} + 1) * tensor_bytes > last_cache_bytes();
-  const ElementwiseJob<Op, T> job{inputs, output, {}, stream};
+  const bool stream = (int64_t{Formula<T>::kInputs} + 1) * tensor_bytes > last_cache_bytes();
+  const ElementwiseJob<Formula, T> job{inputs, output, {}, stream};
   if (is_in_rows(geometry)) {
     compute_in_rows(job, geometry, constants);
   } else {

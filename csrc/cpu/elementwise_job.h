@@ -8,35 +8,35 @@
 
 namespace syncbn::cpu {
 
-// Op is a formula of common/channel_constants.h.
-template <template <typename> class Op, typename T>
+template <template <typename> class Formula, typename T>
 struct ElementwiseJob {
   using A = compute_t<T>;
-  static constexpr int kInputs = Op<A>::kInputs;
+  static constexpr int kInputs = Formula<A>::kInputs;
 
   std::array<const T*, kInputs> inputs;
   T* output;
-  Op<const A*> constants;  // of channels for planes, of the lanes of a row for rows
-  bool stream;             // the output, past the caches
+  Formula<const A*> constants;  // of channels for planes, of the lanes of a row for rows
+  bool stream;                  // the output, past the caches
 
   // The pack that begins at `at`.
   template <bool kStream, typename Isa>
-  SYNCBN_INLINE void compute(const Op<Pack<A, Isa>>& op, int64_t at) const {
+  SYNCBN_INLINE void compute(const Formula<Pack<A, Isa>>& formula, int64_t at) const {
     Pack<A, Isa> values[kInputs];
     for (int i = 0; i < kInputs; ++i) {
       values[i] = load<T, Isa>(inputs[i] + at);
     }
-    store<T, Isa, kStream>(op(values), output + at);
+    store<T, Isa, kStream>(formula(values), output + at);
   }
 
   // The `count` values before `end`, fewer than a pack.
   template <typename Isa>
-  SYNCBN_INLINE void compute_last(const Op<Pack<A, Isa>>& op, int64_t end, int64_t count) const {
+  SYNCBN_INLINE void compute_last(const Formula<Pack<A, Isa>>& formula, int64_t end,
+                                  int64_t count) const {
     Pack<A, Isa> values[kInputs];
     for (int i = 0; i < kInputs; ++i) {
       values[i] = load_last<T, Isa>(inputs[i] + end, count);
     }
-    store_last<T, Isa>(op(values), output + end, count);
+    store_last<T, Isa>(formula(values), output + end, count);
   }
 
   // Reads ahead what compute<kStream>() will need.

@@ -9,13 +9,13 @@
 
 namespace syncbn::cpu {
 
-template <template <typename> class Op, typename T>
+template <template <typename> class Formula, typename T>
 struct PlaneLoop {
-  using Job = ElementwiseJob<Op, T>;
+  using Job = ElementwiseJob<Formula, T>;
   using A = compute_t<T>;
 
   template <typename Isa>
-  static SYNCBN_INLINE Op<Pack<A, Isa>> op_of_channel(const Job& job, int64_t channel) {
+  static SYNCBN_INLINE Formula<Pack<A, Isa>> formula_of_channel(const Job& job, int64_t channel) {
     return job.constants.map([&](const A* constants) __attribute__((always_inline)) {
       return Pack<A, Isa>::broadcast(constants[channel]);
     });
@@ -24,17 +24,17 @@ struct PlaneLoop {
   // Values of one channel, from `begin` to `end`. The last pack, and the first one before what is
   // streamed, may overlap their neighbors.
   template <bool kStream, typename Isa>
-  static SYNCBN_INLINE void compute_plane(const Job& job, const Op<Pack<A, Isa>>& op, int64_t begin,
-                                          int64_t end) {
+  static SYNCBN_INLINE void compute_plane(const Job& job, const Formula<Pack<A, Isa>>& formula,
+                                          int64_t begin, int64_t end) {
     constexpr int kSize = Pack<A, Isa>::kSize;
     if (end - begin < kSize) {
-      return job.compute_last(op, end, end - begin);
+      return job.compute_last(formula, end, end - begin);
     }
     int64_t at = begin;
     if constexpr (kStream) {
       // On to the next aligned address: what is skipped, less than a pack, has been written.
       constexpr size_t kAlignment = std::min<size_t>(kLine, kSize * sizeof(T));
-      job.template compute<false>(op, at);
+      job.template compute<false>(formula, at);
       at += (-reinterpret_cast<size_t>(job.output + at) % kAlignment) / sizeof(T);
     }
     // At least a line at a time, which is what is read ahead.
@@ -44,14 +44,14 @@ struct PlaneLoop {
         job.template prefetch<kStream>(at + kPrefetchBytes / sizeof(T));
       }
       for (int i = 0; i < kLinePacks; ++i) {
-        job.template compute<kStream>(op, at + i * kSize);
+        job.template compute<kStream>(formula, at + i * kSize);
       }
     }
     for (; at + kSize <= end; at += kSize) {
-      job.template compute<kStream>(op, at);
+      job.template compute<kStream>(formula, at);
     }
     if (at < end) {
-      job.template compute<false>(op, end - kSize);
+      job.template compute<false>(formula, end - kSize);
     }
   }
 
@@ -63,7 +63,7 @@ struct PlaneLoop {
     int64_t channel = begin / inner % channels;
     int64_t plane_end = begin - begin % inner + inner;
     for (int64_t first = begin; first < end; first = plane_end, plane_end += inner) {
-      compute_plane<kStream>(job, op_of_channel<Isa>(job, channel), first,
+      compute_plane<kStream>(job, formula_of_channel<Isa>(job, channel), first,
                              std::min(plane_end, end));
       channel = channel + 1 == channels ? 0 : channel + 1;
     }

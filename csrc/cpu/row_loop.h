@@ -10,13 +10,13 @@
 
 namespace syncbn::cpu {
 
-template <template <typename> class Op, typename T>
+template <template <typename> class Formula, typename T>
 struct RowLoop {
-  using Job = ElementwiseJob<Op, T>;
+  using Job = ElementwiseJob<Formula, T>;
   using A = compute_t<T>;
 
   template <typename Isa>
-  static SYNCBN_INLINE Op<Pack<A, Isa>> op_of_lanes(const Job& job, int64_t lane) {
+  static SYNCBN_INLINE Formula<Pack<A, Isa>> formula_of_lanes(const Job& job, int64_t lane) {
     return job.constants.map([&](const A* constants) __attribute__((always_inline)) {
       return Pack<A, Isa>::read(constants + lane);
     });
@@ -35,23 +35,23 @@ struct RowLoop {
     for (; row + 4 <= rows && !columns.narrow(); row += 4) {
       const int64_t first = begin + row * width;
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
-        const auto op = op_of_lanes<Isa>(job, lane);
+        const auto formula = formula_of_lanes<Isa>(job, lane);
         const int64_t at = first + std::min(lane, width - kSize);
         for (int i = 0; i < 4; ++i) {
           job.template prefetch<kStream>(first + ahead + 4 * lane + i * kSize);
-          job.template compute<kStream>(op, at + i * width);
+          job.template compute<kStream>(formula, at + i * width);
         }
       }
     }
     for (; row < rows; ++row) {
       const int64_t first = begin + row * width;
       if (columns.narrow()) {
-        job.compute_last(op_of_lanes<Isa>(job, 0), first + width, width);
+        job.compute_last(formula_of_lanes<Isa>(job, 0), first + width, width);
         continue;
       }
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
         const int64_t at = first + std::min(lane, width - kSize);
-        job.template compute<kStream>(op_of_lanes<Isa>(job, lane), at);
+        job.template compute<kStream>(formula_of_lanes<Isa>(job, lane), at);
       }
     }
   }
