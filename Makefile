@@ -17,6 +17,9 @@ COMMIT ?=
 
 BIN := $(VENV)/bin
 TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
+# Warnings are errors here, and never in a user's pip install: a newer compiler has new ones.
+WARNINGS_ARE_ERRORS := CPPFLAGS="$(CPPFLAGS) -Werror" \
+    NVCC_APPEND_FLAGS="$(NVCC_APPEND_FLAGS) -Werror=all-warnings -Xcompiler=-Werror"
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* syncbn/*.py*)
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.h csrc/*/*/*.cu \
     tests/emulation/*)
@@ -50,7 +53,8 @@ $(VENV)/tools.stamp: $(TORCH_STAMP) pyproject.toml
 	touch $@
 
 $(VENV)/syncbn.stamp: $(TORCH_STAMP) $(if $(WHEEL),$(WHEEL),$(SOURCES))
-	$(BIN)/pip install --quiet --force-reinstall --no-deps --no-build-isolation $(or $(WHEEL),.)
+	$(WARNINGS_ARE_ERRORS) \
+	    $(BIN)/pip install --quiet --force-reinstall --no-deps --no-build-isolation $(or $(WHEEL),.)
 	touch $@
 
 install: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
@@ -80,6 +84,7 @@ record-works: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 
 lint: $(VENV)/tools.stamp
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/python -m tools.clang_tidy
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

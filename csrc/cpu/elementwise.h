@@ -60,14 +60,12 @@ template <template <typename> class Formula, typename A>
 class ConstantArrays {
  public:
   explicit ConstantArrays(int64_t length)
-      : length_(round_up(length, kLargestPack)),
-        storage_(kNumber * length_ + kLine / sizeof(A)),
-        first_(reinterpret_cast<A*>(round_up(reinterpret_cast<int64_t>(storage_.data()), kLine))) {}
+      : length_(round_up(length, kLargestPack)), lines_(kNumber * length_ * sizeof(A) / kLine) {}
 
   // Calls lay_out(constant of all channels, array) for each constant.
   template <typename Function>
   Formula<const A*> fill(const Formula<double*>& of_channels, const Function& lay_out) {
-    A* next = first_;
+    auto* next = reinterpret_cast<A*>(lines_.data());
     return of_channels.map([&](const double* values) -> const A* {
       A* const array = next;
       next += length_;
@@ -80,9 +78,13 @@ class ConstantArrays {
   static constexpr int64_t kNumber = sizeof(Formula<A>) / sizeof(A);
   static constexpr int64_t kLargestPack = 2 * Avx512::kVectorBytes / sizeof(A);
 
+  // Vectors of constants must not straddle cache lines.
+  struct alignas(kLine) Line {
+    unsigned char bytes[kLine];
+  };
+
   int64_t length_;
-  std::vector<A> storage_;
-  A* first_;  // aligned: vectors of constants must not straddle cache lines
+  std::vector<Line> lines_;
 };
 
 template <template <typename> class Formula, typename T>

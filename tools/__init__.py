@@ -1,0 +1,1 @@
+"""Programs of the project's own upkeep; none of them is installed."""
