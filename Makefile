@@ -58,6 +58,9 @@ install: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 demo: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
+# Warnings are errors where all is tested, and never in a user's build: a newer compiler has new ones.
+test: export CPPFLAGS += -Werror
+test: export NVCC_APPEND_FLAGS += -Werror=all-warnings -Xcompiler=-Werror
 test: lint $(VENV)/syncbn.stamp
 	$(BIN)/pytest
 
@@ -80,6 +83,7 @@ record-works: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 
 lint: $(VENV)/tools.stamp
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	$(BIN)/python -m tools.clang_tidy
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy

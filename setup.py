@@ -29,10 +29,13 @@ GPU_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 # No -std: torch adds the one its headers need. No -ffast-math: the two -fno- flags let loops with
 # comparisons be vectorized and change no result. -g0: debug information is 20 times the code.
 COMPILE_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
+# Of our own code: a system's headers warn of nothing, and here torch's are among them.
+COMPILE_FLAGS += ["-Wall", "-Wextra"]
+COMPILE_FLAGS += [f"-isystem{path}" for path in cpp_extension.include_paths()]
 # Torch's macros put the paths of files into errors: without what this machine adds to them.
 COMPILE_FLAGS += [f"-ffile-prefix-map={Path.cwd()}/="]
 COMPILE_FLAGS += [f"-ffile-prefix-map={path}/=" for path in cpp_extension.include_paths()]
-NVCC_FLAGS = ["-O3", "-Xcompiler=-fvisibility=hidden", "-Xfatbin=-compress-all"]
+NVCC_FLAGS = ["-O3", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra", "-Xfatbin=-compress-all"]
 
 
 def find_nvcc() -> Path | None:

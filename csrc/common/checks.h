@@ -6,31 +6,9 @@
 #include <string>
 
 #include "geometry.h"
-#include "stable.h"
+#include "scalar_type.h"
 
 namespace syncbn {
-
-inline const char* dtype_name(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Long:
-      return "int64";
-    default:
-      return torch::headeronly::toString(dtype);
-  }
-}
-
-inline bool is_supported_float(ScalarType dtype) {
-  return dtype == ScalarType::Half || dtype == ScalarType::BFloat16 || dtype == ScalarType::Float ||
-         dtype == ScalarType::Double;
-}
 
 inline std::string format_list(torch::headeronly::IntHeaderOnlyArrayRef values) {
   std::ostringstream text;

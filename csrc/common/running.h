@@ -1,4 +1,4 @@
-// How the running statistics of a channel follow the batches. Includes no torch header.
+// The running statistics of a channel, and how they follow the batches. Includes no torch header.
 #pragma once
 
 #include "moments.h"
@@ -8,9 +8,9 @@ namespace syncbn {
 // Moves them by `factor` toward the batch's mean and unbiased variance. Where they would not be
 // finite in their dtype, they stay: one overflowed step under loss scaling must not spoil the model
 // for good. Products are rounded, so that ranks with different processors get the same bits.
-SYNCBN_HOST_DEVICE inline void update_running(double& mean, double& variance, const Moments& batch,
-                                              double factor, double largest_mean,
-                                              double largest_variance) {
+SYNCBN_HOST_DEVICE inline void update_running(double& mean, double& variance,
+                                              const Moments<double>& batch, double factor,
+                                              double largest_mean, double largest_variance) {
   const double keep = 1 - factor;
   const double new_mean = rounded_product(keep, mean) + rounded_product(factor, batch.mean);
   const double new_variance =

@@ -7,6 +7,7 @@
 #include "../common/allocate.h"
 #include "../common/channel_constants.h"
 #include "../common/checks.h"
+#include "../common/message.h"
 #include "../common/running.h"
 #include "channel_vector.h"
 #include "dispatch.h"
@@ -17,29 +18,17 @@ namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_apply";
 
-template <typename P>
-struct Normalize {
-  static constexpr int kInputs = 1;
-  static constexpr int kConstants = 3;
-  P center;
-  P scale;
-  P shift;
-
-  SYNCBN_INLINE P operator()(const P& x) const { return (x - center) * scale + shift; }
-};
-
-// What is computed for each channel. Every array has `channels` entries; `constants` are three such
-// arrays one after the other, in the order of Normalize.
+// The work of each channel. A pointer is to one value for each channel.
 struct PerChannel {
-  int64_t channels;
-  double eps;
-  bool in_float;
-  const double* totals;
-  const double* weights;
-  const double* biases;
-  double* means;
-  double* invstds;
-  double* constants;
+  int64_t channels = 0;
+  const double* totals = nullptr;
+  double eps = 0;
+  const double* weights = nullptr;
+  const double* biases = nullptr;
+  bool in_float = false;
+  double* means = nullptr;
+  double* invstds = nullptr;
+  Normalize<double*> constants = {};
   // Null where they are not updated.
   double* running_means = nullptr;
   double* running_variances = nullptr;
@@ -48,11 +37,11 @@ struct PerChannel {
   double largest_variance = 0;
 
   template <typename Isa>
-  static SYNCBN_INLINE void run(const PerChannel* job) {
-    const PerChannel p = *job;
+  static SYNCBN_INLINE void run(const PerChannel* shared) {
+    const PerChannel p = *shared;  // which stores cannot change
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < p.channels; ++c) {
-      const Moments moments = read_message(p.totals, p.channels, c);
+      const Moments<double> moments = read_message(p.totals, p.channels, c);
       p.means[c] = moments.mean;
       p.invstds[c] = 1 / std::sqrt(moments.variance() + p.eps);
       if (p.running_means != nullptr) {
@@ -60,17 +49,14 @@ struct PerChannel {
                        p.largest_mean, p.largest_variance);
       }
     }
-    double* const centers = p.constants;
-    double* const scales = centers + p.channels;
-    double* const shifts = scales + p.channels;
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < p.channels; ++c) {
       const double center = p.in_float ? static_cast<float>(p.means[c]) : p.means[c];
-      const NormalizeConstants constants =
+      const Normalize<double> constants =
           normalize_constants(p.means[c], center, p.invstds[c], p.weights[c], p.biases[c]);
-      centers[c] = constants.center;
-      scales[c] = constants.scale;
-      shifts[c] = constants.shift;
+      p.constants.center[c] = constants.center;
+      p.constants.scale[c] = constants.scale;
+      p.constants.shift[c] = constants.shift;
     }
   }
 };
@@ -110,45 +96,45 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   Tensor count = allocate_vector(1, ScalarType::Double, input);
   *static_cast<double*>(count.mutable_data_ptr()) = group_count;
 
-  std::vector<double> values((4 + Normalize<Pack<double, Baseline>>::kConstants) * channels);
-  double* const weights = values.data();
-  double* const biases = weights + channels;
-  double* const running_means = biases + channels;
-  double* const running_variances = running_means + channels;
-  double* const constants = running_variances + channels;
-  load_channels(weight, channels, 1, weights);
-  load_channels(bias, channels, 0, biases);
-  PerChannel job{channels,
-                 eps,
-                 input.scalar_type() != ScalarType::Double,
-                 message,
-                 weights,
-                 biases,
-                 static_cast<double*>(mean.mutable_data_ptr()),
-                 static_cast<double*>(invstd.mutable_data_ptr()),
-                 constants};
+  const std::vector<double> weights = load_channels(weight, channels, 1);
+  const std::vector<double> biases = load_channels(bias, channels, 0);
+  std::vector<double> centers(channels), scales(channels), shifts(channels);
+  PerChannel work;
+  work.channels = channels;
+  work.totals = message;
+  work.eps = eps;
+  work.weights = weights.data();
+  work.biases = biases.data();
+  work.in_float = input.scalar_type() != ScalarType::Double;
+  work.means = static_cast<double*>(mean.mutable_data_ptr());
+  work.invstds = static_cast<double*>(invstd.mutable_data_ptr());
+  work.constants.center = centers.data();
+  work.constants.scale = scales.data();
+  work.constants.shift = shifts.data();
+
   const double factor = group_count == 0 ? 0 : count_batch(num_batches_tracked, momentum);
   const bool updates = running_mean.has_value() && group_count != 0;
+  std::vector<double> running_means, running_variances;
   if (updates) {
-    load_channels(running_mean, channels, 0, running_means);
-    load_channels(running_var, channels, 0, running_variances);
-    job.running_means = running_means;
-    job.running_variances = running_variances;
-    job.factor = factor;
-    job.largest_mean = largest_finite(running_mean->scalar_type());
-    job.largest_variance = largest_finite(running_var->scalar_type());
+    running_means = load_channels(running_mean, channels, 0);
+    running_variances = load_channels(running_var, channels, 0);
+    work.running_means = running_means.data();
+    work.running_variances = running_variances.data();
+    work.factor = factor;
+    work.largest_mean = largest_finite(to_dtype(running_mean->scalar_type()));
+    work.largest_variance = largest_finite(to_dtype(running_var->scalar_type()));
   }
-  run_unfused<PerChannel>(&job);  // ranks with different processors update alike
+  dispatch_unfused<PerChannel>(&work);  // ranks with different processors update alike
   if (updates) {
-    store_channels(*running_mean, channels, running_means);
-    store_channels(*running_var, channels, running_variances);
+    store_channels(*running_mean, running_means);
+    store_channels(*running_var, running_variances);
   }
 
-  dispatch_float(input.scalar_type(), [&](auto tag) {
+  dispatch_dtype(input.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     auto* y = static_cast<T*>(output.mutable_data_ptr());
-    elementwise<Normalize, T>(geometry, std::array{x}, y, constants);
+    elementwise<Normalize, T>(geometry, {x}, y, work.constants);
   });
   return {output, mean, invstd, count};
 }

@@ -12,49 +12,30 @@ namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
 
-template <typename P>
-struct GradInput {
-  static constexpr int kInputs = 2;
-  static constexpr int kConstants = 4;
-  P center;
-  P slope;
-  P shift;
-  P scale;
-
-  SYNCBN_INLINE P operator()(const P& dy, const P& x) const {
-    return dy * scale + ((x - center) * slope + shift);
-  }
-};
-
-// What is computed for each channel. Every array has `channels` entries; `constants` are four such
-// arrays one after the other, in the order of GradInput.
+// The work of each channel. A pointer is to one value for each channel.
 struct PerChannel {
-  int64_t channels;
-  double count;
-  bool in_float;
-  const double* means;
-  const double* invstds;
-  const double* sums;  // of dy, and of dy * xhat after them
-  const double* weights;
-  double* constants;
+  int64_t channels = 0;
+  const double* means = nullptr;
+  const double* invstds = nullptr;
+  const double* weights = nullptr;
+  const double* sums = nullptr;  // of dy, and of dy * xhat after them
+  double count = 0;
+  bool in_float = false;
+  GradInput<double*> constants = {};
 
   template <typename Isa>
-  static SYNCBN_INLINE void run(const PerChannel* job) {
-    const PerChannel p = *job;
-    double* const centers = p.constants;
-    double* const slopes = centers + p.channels;
-    double* const shifts = slopes + p.channels;
-    double* const scales = shifts + p.channels;
+  static SYNCBN_INLINE void run(const PerChannel* shared) {
+    const PerChannel p = *shared;  // which stores cannot change
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < p.channels; ++c) {
       const double center = p.in_float ? static_cast<float>(p.means[c]) : p.means[c];
-      const GradInputConstants constants =
+      const GradInput<double> constants =
           grad_input_constants(p.means[c], center, p.invstds[c], p.weights[c], p.sums[c],
                                p.sums[p.channels + c], p.count);
-      centers[c] = constants.center;
-      slopes[c] = constants.slope;
-      shifts[c] = constants.shift;
-      scales[c] = constants.scale;
+      p.constants.center[c] = constants.center;
+      p.constants.slope[c] = constants.slope;
+      p.constants.shift[c] = constants.shift;
+      p.constants.scale[c] = constants.scale;
     }
   }
 };
@@ -71,27 +52,29 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   check_statistics(kOp, "sums", sums, 2 * channels, input);
   check_statistics(kOp, "count", count, 1, input);
 
-  std::vector<double> values((1 + GradInput<Pack<double, Baseline>>::kConstants) * channels);
-  double* const weights = values.data();
-  double* const constants = weights + channels;
-  load_channels(weight, channels, 1, weights);
-  const PerChannel job{channels,
-                       std::max(*static_cast<const double*>(count.const_data_ptr()), 1.0),
-                       input.scalar_type() != ScalarType::Double,
-                       static_cast<const double*>(mean.const_data_ptr()),
-                       static_cast<const double*>(invstd.const_data_ptr()),
-                       static_cast<const double*>(sums.const_data_ptr()),
-                       weights,
-                       constants};
-  run<PerChannel>(&job);
+  const std::vector<double> weights = load_channels(weight, channels, 1);
+  std::vector<double> centers(channels), slopes(channels), shifts(channels), scales(channels);
+  PerChannel work;
+  work.channels = channels;
+  work.means = static_cast<const double*>(mean.const_data_ptr());
+  work.invstds = static_cast<const double*>(invstd.const_data_ptr());
+  work.weights = weights.data();
+  work.sums = static_cast<const double*>(sums.const_data_ptr());
+  work.count = std::max(*static_cast<const double*>(count.const_data_ptr()), 1.0);
+  work.in_float = input.scalar_type() != ScalarType::Double;
+  work.constants.center = centers.data();
+  work.constants.slope = slopes.data();
+  work.constants.shift = shifts.data();
+  work.constants.scale = scales.data();
+  dispatch_isa<PerChannel>(&work);
   Tensor grad_input = allocate_like(input);
 
-  dispatch_float(input.scalar_type(), [&](auto tag) {
+  dispatch_dtype(input.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* dy = static_cast<const T*>(grad_output.const_data_ptr());
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     auto* dx = static_cast<T*>(grad_input.mutable_data_ptr());
-    elementwise<GradInput, T>(geometry, std::array{dy, x}, dx, constants);
+    elementwise<GradInput, T>(geometry, {dy, x}, dx, work.constants);
   });
   return grad_input;
 }

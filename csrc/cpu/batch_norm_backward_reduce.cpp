@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   std::vector<double> deviations(partition.segments * channels);
   std::vector<double> rests(channels);  // of the means, from the centers
 
-  dispatch_float(input.scalar_type(), [&](auto tag) {
+  dispatch_dtype(input.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* dy = static_cast<const T*>(grad_output.const_data_ptr());
     const auto* x = static_cast<const T*>(input.const_data_ptr());
@@ -66,9 +66,11 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
       double* const grad = &grads[item.segment * channels + item.channel];
       double* const deviation = &deviations[item.segment * channels + item.channel];
       if (is_in_rows(geometry)) {
-        run<RowGradSums<T>>(dy, x, &geometry, &item, &centers[item.channel], grad, deviation);
+        dispatch_isa<RowGradSums<T>>(dy, x, &geometry, &item, &centers[item.channel], grad,
+                                     deviation);
       } else {
-        run<PlanarGradSums<T>>(dy, x, &geometry, &item, centers[item.channel], grad, deviation);
+        dispatch_isa<PlanarGradSums<T>>(dy, x, &geometry, &item, centers[item.channel], grad,
+                                        deviation);
       }
     });
   });
@@ -90,8 +92,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
 
   Tensor grad_weight = allocate_vector(channels, weight_dtype, input);
   Tensor grad_bias = allocate_vector(channels, bias_dtype, input);
-  store_channels(grad_weight, channels, deviations.data());
-  store_channels(grad_bias, channels, grads.data());
+  store_channels(grad_weight, deviations);
+  store_channels(grad_bias, grads);
   return {sums, grad_weight, grad_bias};
 }
 

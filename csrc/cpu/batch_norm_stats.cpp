@@ -14,6 +14,7 @@
 
 #include "../common/allocate.h"
 #include "../common/checks.h"
+#include "../common/message.h"
 #include "../common/moments.h"
 #include "channel_sums.h"
 #include "dispatch.h"
@@ -99,7 +100,7 @@ struct PlanarMoments {
     A sum = 0;
     for (int i = 0; i < kSamples<A>; ++i) {
       const int64_t position = item.begin + sample_position<A>(i, item.length);
-      values[i] = to_compute(x[Runs(geometry, item.channel, position, 1).offset]);
+      values[i] = to_compute(x[Spans(geometry, item.channel, position, 1).offset]);
       sum += values[i];
     }
     const A mean = sum / kSamples<A>;
@@ -203,7 +204,7 @@ struct Merge {
                                 double count, const double* other_mean, const double* other_m2) {
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < channels; ++c) {
-      Moments total{before, mean[c], m2[c]};
+      Moments<double> total{before, mean[c], m2[c]};
       total.merge({count, other_mean[c], other_m2[c]});
       mean[c] = total.mean;
       m2[c] = total.m2;
@@ -232,16 +233,16 @@ Tensor batch_norm_stats(const Tensor& input) {
   std::vector<double> means(partition.segments * channels);
   std::vector<double> m2s(partition.segments * channels);
 
-  dispatch_float(input.scalar_type(), [&](auto tag) {
+  dispatch_dtype(input.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     for_each_item(geometry, partition, [&](const Item& item) {
       double* const mean = &means[item.segment * channels + item.channel];
       double* const m2 = &m2s[item.segment * channels + item.channel];
       if (is_in_rows(geometry)) {
-        run<RowMoments<T>>(x, &geometry, &item, mean, m2);
+        dispatch_isa<RowMoments<T>>(x, &geometry, &item, mean, m2);
       } else {
-        run<PlanarMoments<T>>(x, &geometry, &item, mean, m2);
+        dispatch_isa<PlanarMoments<T>>(x, &geometry, &item, mean, m2);
       }
     });
   });
@@ -251,14 +252,14 @@ Tensor batch_norm_stats(const Tensor& input) {
   for (int64_t segment = 1; segment < partition.segments; ++segment) {
     const int64_t before = segment * partition.segment_length;
     const int64_t count = std::min(partition.segment_length, partition.length - before);
-    run<Merge>(channels, static_cast<double>(before * values_per_unit), means.data(), m2s.data(),
-               static_cast<double>(count * values_per_unit), &means[segment * channels],
-               &m2s[segment * channels]);
+    dispatch_isa<Merge>(channels, static_cast<double>(before * values_per_unit), means.data(),
+                        m2s.data(), static_cast<double>(count * values_per_unit),
+                        &means[segment * channels], &m2s[segment * channels]);
   }
   Tensor message = allocate_vector(2 * channels + 1, ScalarType::Double, input);
   auto* values = static_cast<double*>(message.mutable_data_ptr());
-  run_unfused<Message>(static_cast<double>(geometry.per_channel()), means.data(), m2s.data(),
-                       channels, values);
+  dispatch_unfused<Message>(static_cast<double>(geometry.per_channel()), means.data(), m2s.data(),
+                            channels, values);
   return message;
 }
 

@@ -89,16 +89,16 @@ SYNCBN_INLINE void planar_sums(const T* dy, const T* x, const Geometry& geometry
   const P centers = P::broadcast(center);
   using Vector = typename P::Vector;
   CompensatedSum<Vector> weight_sum{}, product_sum{};
-  for (Runs runs(geometry, item.channel, item.begin, item.length); runs.left > 0; runs.next()) {
-    const T* const run_x = x + runs.offset;
-    const T* const run_dy = dy + runs.offset;
-    const int64_t n = runs.length();
+  for (Spans spans(geometry, item.channel, item.begin, item.length); spans.left > 0; spans.next()) {
+    const T* const span_x = x + spans.offset;
+    const T* const span_dy = dy + spans.offset;
+    const int64_t n = spans.length();
     int64_t i = 0;
     for (; i + kGroup * kSize <= n; i += kGroup * kSize) {
       constexpr int64_t kAhead = kAheadBytes<kWithGrad> / sizeof(T);
-      GroupTerms::template prefetch_packs<kGroup>(run_dy + i + kAhead, run_x + i + kAhead, kSize);
+      GroupTerms::template prefetch_packs<kGroup>(span_dy + i + kAhead, span_x + i + kAhead, kSize);
       const GroupTerms group =
-          GroupTerms::template load_packs<kGroup>(run_dy + i, run_x + i, kSize, centers);
+          GroupTerms::template load_packs<kGroup>(span_dy + i, span_x + i, kSize, centers);
       weight_sum.add(group.weights.low + group.weights.high);
       product_sum.add(group.products.low + group.products.high);
     }
@@ -107,14 +107,14 @@ SYNCBN_INLINE void planar_sums(const T* dy, const T* x, const Geometry& geometry
     }
     GroupTerms rest{P::zero(), P::zero()};
     for (; i + kSize <= n; i += kSize) {
-      rest.add(GroupTerms::load_pack(run_dy + i, run_x + i, centers));
+      rest.add(GroupTerms::load_pack(span_dy + i, span_x + i, centers));
     }
     if (const int64_t count = n - i; count > 0) {
       const bool overlaps = n >= kSize;  // with values that are summed already
-      P last = overlaps ? load<T, Isa>(run_x + n - kSize) : load_last<T, Isa>(run_x + n, count);
+      P last = overlaps ? load<T, Isa>(span_x + n - kSize) : load_last<T, Isa>(span_x + n, count);
       const P deviation = keep_last<T, Isa>(last - centers, count);
       if constexpr (kWithGrad) {
-        last = overlaps ? load<T, Isa>(run_dy + n - kSize) : load_last<T, Isa>(run_dy + n, count);
+        last = overlaps ? load<T, Isa>(span_dy + n - kSize) : load_last<T, Isa>(span_dy + n, count);
         last = keep_last<T, Isa>(last, count);
       }
       rest.add(GroupTerms::of(last, deviation));

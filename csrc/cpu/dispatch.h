@@ -1,30 +1,28 @@
 // From a dtype known at run time to a C++ type.
 #pragma once
 
-#include "../common/stable.h"
+#include "../common/scalar_type.h"
 
 namespace syncbn::cpu {
 
-template <typename T>
-struct TypeTag {
-  using type = T;
-};
-
-// Calls function(TypeTag<T>{}) for one of the four supported dtypes.
+// Calls function(TypeTag<T>{}).
 template <typename Function>
-void dispatch_float(ScalarType dtype, const Function& function) {
+void dispatch_dtype(DType dtype, const Function& function) {
   switch (dtype) {
-    case ScalarType::Half:
+    case DType::kHalf:
       return function(TypeTag<Half>{});
-    case ScalarType::BFloat16:
+    case DType::kBFloat16:
       return function(TypeTag<BFloat16>{});
-    case ScalarType::Float:
+    case DType::kFloat:
       return function(TypeTag<float>{});
-    case ScalarType::Double:
+    case DType::kDouble:
       return function(TypeTag<double>{});
-    default:
-      syncbn::detail::throw_error("syncbn: expected a floating-point dtype");
   }
+}
+
+template <typename Function>
+void dispatch_dtype(ScalarType dtype, const Function& function) {
+  dispatch_dtype(to_dtype(dtype), function);
 }
 
 }  // namespace syncbn::cpu

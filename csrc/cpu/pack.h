@@ -10,22 +10,11 @@
 #include <limits>
 #include <type_traits>
 
+#include "../common/dtype.h"
 #include "../common/stable.h"
 #include "simd.h"
 
 namespace syncbn::cpu {
-
-// The type that values of T are computed in.
-template <typename T>
-struct ComputeType {
-  using type = float;
-};
-template <>
-struct ComputeType<double> {
-  using type = double;
-};
-template <typename T>
-using compute_t = typename ComputeType<T>::type;
 
 template <typename Isa>
 struct Words {
@@ -42,7 +31,11 @@ struct Pack {
   Vector high;
 
   static SYNCBN_INLINE Pack zero() { return {Vector{}, Vector{}}; }
-  static SYNCBN_INLINE Pack broadcast(A x) { return {x - Vector{}, x - Vector{}}; }
+  static SYNCBN_INLINE Pack broadcast(A x) {
+    // Named, because GCC sets a vector that is made within a struct lane by lane.
+    const Vector vector = x - Vector{};
+    return {vector, vector};
+  }
   // In the order of lanes, whatever is stored in that order.
   static SYNCBN_INLINE Pack read(const A* from) {
     Pack pack;

@@ -89,15 +89,15 @@ inline int64_t rows_per_wide_row(int64_t width, int64_t limit) {
   return std::max<int64_t>(kFullWidth / width, 1);
 }
 
-// The runs of contiguous values that an item of planes consists of.
-struct Runs {
+// The spans of contiguous values that an item of planes consists of, one after the other.
+struct Spans {
   int64_t channel_stride;  // from a plane of a channel to the next
   int64_t inner;
-  int64_t offset;  // of the current run, from the start of the tensor
-  int64_t within;  // its place in its plane
+  int64_t offset;  // of the current span, from the start of the tensor
+  int64_t within;  // values of its plane before it
   int64_t left;
 
-  Runs(const Geometry& geometry, int64_t channel, int64_t begin, int64_t count)
+  Spans(const Geometry& geometry, int64_t channel, int64_t begin, int64_t count)
       : channel_stride(geometry.channels * geometry.inner),
         inner(geometry.inner),
         offset(begin / geometry.inner * channel_stride + channel * geometry.inner +

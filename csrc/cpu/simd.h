@@ -2,17 +2,17 @@
 // first call picks. Elsewhere (aarch64) the baseline is what the compiler makes of its vectors.
 //
 // A kernel is a struct with a static, always-inlined run<Isa>(); being inlined, it takes the
-// instruction set of the function it lands in.
+// instruction set of the function it lands in. dispatch_isa<Kernel>(arguments) calls it.
 #pragma once
 
 #include <cstdlib>
 #include <cstring>
 
+#include "../common/host_device.h"
+
 #if !defined(__GNUC__)
 #error "syncbn is written in the vector types of GCC and Clang"
 #endif
-
-#define SYNCBN_INLINE __attribute__((always_inline)) inline
 
 // Before a loop: its iterations do not depend on one another.
 #if defined(__clang__)
@@ -38,7 +38,7 @@ struct Avx512 {
 
 enum class SimdLevel { kBaseline, kAvx2, kAvx512 };
 
-// What the processor has, or less where torch's own variable asks for less: "default" or "avx2".
+// The processor's level, or less where torch's own variable asks for less: "default" or "avx2".
 inline SimdLevel find_simd_level() {
   const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
   const auto asks = [&](const char* name) { return asked && std::strcmp(asked, name) == 0; };
@@ -58,7 +58,7 @@ inline SimdLevel simd_level() {
   return level;
 }
 
-// What is chosen here, in torch's words.
+// The chosen instruction set, in torch's words.
 inline const char* instruction_set() {
   switch (simd_level()) {
     case SimdLevel::kAvx512:
@@ -72,40 +72,41 @@ inline const char* instruction_set() {
 }
 
 template <typename Kernel, typename... Args>
-__attribute__((target("avx2,fma,f16c"), noinline)) void run_avx2(Args... args) {
+__attribute__((target("avx2,fma,f16c"), noinline)) void run_with_avx2(Args... args) {
   Kernel::template run<Avx2>(args...);
 }
 
 template <typename Kernel, typename... Args>
 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"), noinline)) void
-run_avx512(Args... args) {
+run_with_avx512(Args... args) {
   Kernel::template run<Avx512>(args...);
 }
 
 template <typename Kernel, typename... Args>
-void run(Args... args) {
+void dispatch_isa(Args... args) {
   switch (simd_level()) {
     case SimdLevel::kAvx512:
-      return run_avx512<Kernel>(args...);
+      return run_with_avx512<Kernel>(args...);
     case SimdLevel::kAvx2:
-      return run_avx2<Kernel>(args...);
+      return run_with_avx2<Kernel>(args...);
     case SimdLevel::kBaseline:
       return Kernel::template run<Baseline>(args...);
   }
 }
 
 template <typename Kernel, typename... Args>
-__attribute__((target("avx2"), noinline)) void run_avx2_without_fma(Args... args) {
+__attribute__((target("avx2"), noinline)) void run_with_avx2_unfused(Args... args) {
   Kernel::template run<Avx2>(args...);
 }
 
-// Without instructions that fuse a product and a sum: the same bits on every processor.
+// Like dispatch_isa, without instructions that fuse a product and a sum: the same bits on every
+// processor.
 template <typename Kernel, typename... Args>
-void run_unfused(Args... args) {
+void dispatch_unfused(Args... args) {
   if (simd_level() == SimdLevel::kBaseline) {
     return Kernel::template run<Baseline>(args...);
   }
-  run_avx2_without_fma<Kernel>(args...);
+  run_with_avx2_unfused<Kernel>(args...);
 }
 
 #else
@@ -113,12 +114,12 @@ void run_unfused(Args... args) {
 inline const char* instruction_set() { return "DEFAULT"; }
 
 template <typename Kernel, typename... Args>
-void run(Args... args) {
+void dispatch_isa(Args... args) {
   Kernel::template run<Baseline>(args...);
 }
 
 template <typename Kernel, typename... Args>
-void run_unfused(Args... args) {
+void dispatch_unfused(Args... args) {
   Kernel::template run<Baseline>(args...);
 }
 

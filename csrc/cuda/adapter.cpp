@@ -69,19 +69,6 @@ Workspace Device::make_workspace(const Plan& plan, const Tensor& input,
   return {partials, counters};
 }
 
-DType to_dtype(ScalarType dtype) {
-  switch (dtype) {
-    case ScalarType::Half:
-      return DType::kHalf;
-    case ScalarType::BFloat16:
-      return DType::kBFloat16;
-    case ScalarType::Float:
-      return DType::kFloat;
-    default:
-      return DType::kDouble;
-  }
-}
-
 ChannelVector to_channel_vector(const std::optional<Tensor>& tensor) {
   if (!tensor.has_value()) {
     return {};

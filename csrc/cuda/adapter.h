@@ -29,8 +29,6 @@ class Device {
   int multiprocessors_;
 };
 
-DType to_dtype(ScalarType dtype);
-
 // After check_channel_vector.
 ChannelVector to_channel_vector(const std::optional<Tensor>& tensor);
 

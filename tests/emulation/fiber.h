@@ -81,7 +81,7 @@ class Fiber {
     for (int i = 0; i < 6; ++i) {
       *--top = nullptr;
     }
-    inside_ = top;
+    inside_ = static_cast<void*>(top);
 #else
     getcontext(&inside_);
     inside_.uc_stack.ss_sp = stack_;

@@ -18,6 +18,7 @@ from torch import Tensor
 EMULATION = ROOT / "tests" / "emulation"
 KERNELS = ROOT / "csrc" / "cuda" / "kernels"
 
+WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # nvcc knows unroll
 PLAIN = ["-O2"]
 SANITIZED = ["-O1", "-fsanitize=address"]  # finds accesses outside of allocations
 
@@ -34,7 +35,7 @@ MULTIPROCESSORS = [8] if IS_SANITIZED else [1, 8, 132]
 def compile_cxx(*arguments: str | Path) -> None:
     # The sanitizer's run-time library is found where g++ has it.
     compiler = "g++" if SANITIZED[-1] in arguments else os.environ.get("CXX", "c++")
-    command = [compiler, "-std=c++17", "-fPIC", *map(str, arguments)]
+    command = [compiler, "-std=c++17", "-fPIC", *WARNINGS, *map(str, arguments)]
     environment = {**os.environ, "LD_PRELOAD": ""}  # a sanitized compiler is five times slower
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"

@@ -4,6 +4,7 @@
 // statistics.
 
 #include "../../common/channel_constants.h"
+#include "../../common/message.h"
 #include "../../common/running.h"
 #include "channel_vector.h"
 #include "elementwise.h"
@@ -11,16 +12,6 @@
 
 namespace syncbn::cuda {
 namespace {
-
-struct Normalize {
-  static constexpr int kInputs = 1;
-  static constexpr int kConstants = 3;  // center, scale, shift
-
-  template <typename A>
-  static __device__ __forceinline__ A apply(const A (&x)[1], const A (&constants)[3]) {
-    return (x[0] - constants[0]) * constants[1] + constants[2];
-  }
-};
 
 struct PrepareNormalize {
   const double* totals;
@@ -34,8 +25,8 @@ struct PrepareNormalize {
   double* count;
 
   template <typename A>
-  __device__ Constants<3> constants(int64_t channel, bool first) const {
-    const Moments batch = read_message(totals, channels, channel);
+  __device__ Normalize<double> formula(int64_t channel, bool first) const {
+    const Moments<double> batch = read_message(totals, channels, channel);
     const double inverse = 1 / sqrt(batch.variance() + eps);
     if (first) {
       mean[channel] = batch.mean;
@@ -47,13 +38,11 @@ struct PrepareNormalize {
         move_running(channel, batch);
       }
     }
-    const NormalizeConstants result =
-        normalize_constants(batch.mean, static_cast<A>(batch.mean), inverse,
-                            load_channel(weight, channel, 1), load_channel(bias, channel, 0));
-    return {{result.center, result.scale, result.shift}};
+    return normalize_constants(batch.mean, static_cast<A>(batch.mean), inverse,
+                               load_channel(weight, channel, 1), load_channel(bias, channel, 0));
   }
 
-  __device__ void move_running(int64_t channel, const Moments& batch) const {
+  __device__ void move_running(int64_t channel, const Moments<double>& batch) const {
     // A cumulative average needs the new counter in all blocks: another kernel has counted.
     double factor = running.momentum;
     if (running.cumulative) {

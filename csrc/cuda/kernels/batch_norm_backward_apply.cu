@@ -8,16 +8,6 @@
 namespace syncbn::cuda {
 namespace {
 
-struct GradInput {
-  static constexpr int kInputs = 2;
-  static constexpr int kConstants = 4;  // center, slope, shift, scale
-
-  template <typename A>
-  static __device__ __forceinline__ A apply(const A (&in)[2], const A (&constants)[4]) {
-    return in[0] * constants[3] + ((in[1] - constants[0]) * constants[1] + constants[2]);
-  }
-};
-
 struct PrepareGradInput {
   const double* mean;
   const double* invstd;
@@ -27,12 +17,10 @@ struct PrepareGradInput {
   int64_t channels;
 
   template <typename A>
-  __device__ Constants<4> constants(int64_t channel, bool) const {
-    const GradInputConstants result =
-        grad_input_constants(mean[channel], static_cast<A>(mean[channel]), invstd[channel],
-                             load_channel(weight, channel, 1), sums[channel],
-                             sums[channels + channel], *count < 1 ? 1 : *count);
-    return {{result.center, result.slope, result.shift, result.scale}};
+  __device__ GradInput<double> formula(int64_t channel, bool) const {
+    return grad_input_constants(mean[channel], static_cast<A>(mean[channel]), invstd[channel],
+                                load_channel(weight, channel, 1), sums[channel],
+                                sums[channels + channel], *count < 1 ? 1 : *count);
   }
 };
 

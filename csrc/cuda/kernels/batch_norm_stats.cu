@@ -8,6 +8,7 @@
 // merged, the mean that the first of them has found, so that what is rounded then is small. Values
 // that were 16 bits wide need neither, for their own rounding is coarser.
 
+#include "../../common/message.h"
 #include "../../common/moments.h"
 #include "device.h"
 #include "dispatch.h"
@@ -34,9 +35,7 @@ struct ChannelMoments {
     const A share = other.count / total;
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      const A delta = other.mean[c] - mean[c];
-      mean[c] += delta * share;
-      m2[c] += other.m2[c] + delta * delta * count * share;
+      merge_channel(mean[c], m2[c], count, other.mean[c], other.m2[c], share);
     }
     count = total;
   }
@@ -94,6 +93,77 @@ __device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_ch
                    });
 }
 
+// kFull: all of its kUnroll vectors are there, as in almost all chunks; no test for each of them.
+enum class Chunk { kFull, kPartial };
+
+// Merges the first `count` vectors of a chunk, each of another row, into `state`.
+template <Chunk kChunk, typename T, int kVector, typename A>
+__device__ __forceinline__ void consume_rows(ChannelMoments<A, kVector>& state,
+                                             const Vector<T, kVector> (&values)[kUnroll], int count,
+                                             const A (&pivot)[kVector]) {
+  ChannelMoments<A, kVector> chunk;
+  chunk.count = count;
+  const A reciprocal = 1 / chunk.count;
+#pragma unroll
+  for (int k = 0; k < kUnroll; ++k) {
+    if (kChunk == Chunk::kFull || k < count) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        chunk.mean[v] += values[k][v] - pivot[v];
+      }
+    }
+  }
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    chunk.mean[v] *= reciprocal;
+  }
+#pragma unroll
+  for (int k = 0; k < kUnroll; ++k) {
+    if (kChunk == Chunk::kFull || k < count) {
+#pragma unroll
+      for (int v = 0; v < kVector; ++v) {
+        const A deviation = values[k][v] - pivot[v] - chunk.mean[v];
+        chunk.m2[v] += deviation * deviation;
+      }
+    }
+  }
+  state.merge(chunk);
+}
+
+// Merges a chunk of slots, which hold `count` values of the channel, into `state`.
+template <Chunk kChunk, bool kAligned, typename T, int kVector, typename A>
+__device__ __forceinline__ void consume_slots(ChannelMoments<A, 1>& state,
+                                              const Vector<T, kVector> (&values)[kUnroll],
+                                              const Slot (&slot)[kUnroll], int count, A pivot) {
+  ChannelMoments<A, 1> chunk;
+  chunk.count = count;
+#pragma unroll
+  for (int k = 0; k < kUnroll; ++k) {
+    A sum = 0;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      if (kChunk == Chunk::kFull || slot[k].template has<kAligned>(v)) {
+        sum += values[k][v] - pivot;
+      }
+    }
+    chunk.mean[0] += sum;
+  }
+  chunk.mean[0] /= chunk.count;
+#pragma unroll
+  for (int k = 0; k < kUnroll; ++k) {
+    A m2 = 0;
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      if (kChunk == Chunk::kFull || slot[k].template has<kAligned>(v)) {
+        const A deviation = values[k][v] - pivot - chunk.mean[0];
+        m2 += deviation * deviation;
+      }
+    }
+    chunk.m2[0] += m2;
+  }
+  state.merge(chunk);
+}
+
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, double* message,
@@ -129,40 +199,10 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
       }
       next += stride;
     }
-    // Almost all chunks are full; those need no test for each vector.
-    const auto add_chunk = [&](auto full) {
-      State chunk;
-      chunk.count = count;
-      const A reciprocal = 1 / chunk.count;
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        if (decltype(full)::value || k < count) {
-#pragma unroll
-          for (int v = 0; v < kVector; ++v) {
-            chunk.mean[v] += values[k][v] - pivot[v];
-          }
-        }
-      }
-#pragma unroll
-      for (int v = 0; v < kVector; ++v) {
-        chunk.mean[v] *= reciprocal;
-      }
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        if (decltype(full)::value || k < count) {
-#pragma unroll
-          for (int v = 0; v < kVector; ++v) {
-            const A deviation = values[k][v] - pivot[v] - chunk.mean[v];
-            chunk.m2[v] += deviation * deviation;
-          }
-        }
-      }
-      state.merge(chunk);
-    };
     if (count == kUnroll) {
-      add_chunk(std::true_type{});
+      consume_rows<Chunk::kFull>(state, values, count, pivot);
     } else {
-      add_chunk(std::false_type{});
+      consume_rows<Chunk::kPartial>(state, values, count, pivot);
     }
   }
 
@@ -219,39 +259,10 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     if (count == 0) {
       continue;
     }
-    const auto add_chunk = [&](auto full) {
-      State chunk;
-      chunk.count = count;
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        A sum = 0;
-#pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-          if (decltype(full)::value || slot[k].template has<kAligned>(v)) {
-            sum += values[k][v] - pivot;
-          }
-        }
-        chunk.mean[0] += sum;
-      }
-      chunk.mean[0] /= chunk.count;
-#pragma unroll
-      for (int k = 0; k < kUnroll; ++k) {
-        A m2 = 0;
-#pragma unroll
-        for (int v = 0; v < kVector; ++v) {
-          if (decltype(full)::value || slot[k].template has<kAligned>(v)) {
-            const A deviation = values[k][v] - pivot - chunk.mean[0];
-            m2 += deviation * deviation;
-          }
-        }
-        chunk.m2[0] += m2;
-      }
-      state.merge(chunk);
-    };
     if (kAligned && count == kUnroll * kVector) {
-      add_chunk(std::true_type{});
+      consume_slots<Chunk::kFull, kAligned>(state, values, slot, count, pivot);
     } else {
-      add_chunk(std::false_type{});
+      consume_slots<Chunk::kPartial, kAligned>(state, values, slot, count, pivot);
     }
   }
 

@@ -2,8 +2,6 @@
 // are touched once for each channel and block.
 #pragma once
 
-#include <cfloat>
-
 #include "device.h"
 #include "operators.h"
 
@@ -42,19 +40,6 @@ __device__ inline void store_channel(const ChannelVector& vector, int64_t channe
       break;
     default:
       static_cast<double*>(vector.data)[i] = value;
-  }
-}
-
-__device__ inline double largest_finite(DType dtype) {
-  switch (dtype) {
-    case DType::kHalf:
-      return 65504;
-    case DType::kBFloat16:
-      return 3.38953139e38;
-    case DType::kFloat:
-      return FLT_MAX;
-    default:
-      return DBL_MAX;
   }
 }
 

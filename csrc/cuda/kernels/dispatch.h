@@ -6,11 +6,6 @@
 
 namespace syncbn::cuda {
 
-template <typename T>
-struct TypeTag {
-  using type = T;
-};
-
 template <int kValue>
 using IntTag = std::integral_constant<int, kValue>;
 

@@ -1,8 +1,9 @@
-// Kernels that compute each value from those at the same place and from constants of its channel.
+// Element-wise kernels, which compute each value from those at the same place of some tensors by a
+// Formula of common/channel_constants.h. Each tensor is read or written once.
 //
-// Op has kInputs, kConstants, and apply() from kInputs values to one. prepare.constants<A>(channel,
-// first) gives the constants of a channel; one thread for each channel of a block calls it, `first`
-// being true in one block. Reads each input and writes the output once.
+// prepare.formula<A>(channel, first) returns the constants of a channel. One thread of a block
+// calls it for each of the block's channels, with `first` in one block of those that have the
+// channel.
 //
 // A block goes downwards through its segment, whose end the reduction before it has read last: what
 // is still in the L2 cache comes first. Its first loads are on their way while it prepares.
@@ -15,28 +16,37 @@
 
 namespace syncbn::cuda {
 
-template <int kConstants>
-struct Constants {
-  double values[kConstants];
-};
-
-template <typename T, typename Op>
+template <typename T, int kInputs>
 struct Tensors {
-  const T* input[Op::kInputs];
+  const T* input[kInputs];
   T* output;
 };
 
-template <typename A, typename Op>
+// The constants of a block's channels in shared memory: those that threads read at once are
+// neighbors.
+template <template <typename> class Formula, typename A>
 struct ConstantsMemory {
-  A constants[Op::kConstants][kMaxThreads];
+  A constants[sizeof(Formula<A>) / sizeof(A)][kMaxThreads];
+
+  __device__ __forceinline__ void put(int channel, const Formula<double>& formula) {
+    int i = 0;
+    formula.map(
+        [&](double constant) { return constants[i++][channel] = static_cast<A>(constant); });
+  }
+  __device__ __forceinline__ Formula<A> get(int channel) const {
+    int i = 0;
+    return Formula<A>{}.map([&](A) { return constants[i++][channel]; });
+  }
 };
 
-template <typename T, int kVector, typename Op, typename Prepare>
+template <typename T, int kVector, template <typename> class Formula, typename Prepare>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    elementwise_matrix_kernel(Matrix matrix, Tensors<T, Op> tensors, Prepare prepare) {
+    elementwise_matrix_kernel(Matrix matrix, Tensors<T, Formula<T>::kInputs> tensors,
+                              Prepare prepare) {
   using A = compute_t<T>;
-  constexpr int kSteps = kUnroll / Op::kInputs;
-  auto& memory = shared_memory<ConstantsMemory<A, Op>>();
+  constexpr int kInputs = Formula<A>::kInputs;
+  constexpr int kSteps = kUnroll / kInputs;
+  auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t channel = matrix.channel<kVector>();
   const int rows = channel < matrix.channels ? matrix.num_rows() : 0;
@@ -44,13 +54,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   const int64_t stride = step * matrix.channels;
   int row = rows - 1 - static_cast<int>(threadIdx.y);
   int64_t offset = (matrix.first_row() + row) * matrix.channels + channel;
-  Vector<T, kVector> values[Op::kInputs][kSteps];
+  Vector<T, kVector> values[kInputs][kSteps];
   const auto load_rows = [&]() {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (row - k * step >= 0) {
 #pragma unroll
-        for (int i = 0; i < Op::kInputs; ++i) {
+        for (int i = 0; i < kInputs; ++i) {
           values[i][k] = load<kVector, Reuse::kNever>(tensors.input[i] + offset - k * stride);
         }
       }
@@ -61,20 +71,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   const int64_t first_channel = blockIdx.x * matrix.tile_channels;
   const int thread = thread_index();
   if (thread < matrix.tile_channels && first_channel + thread < matrix.channels) {
-    const auto constants = prepare.template constants<A>(first_channel + thread, blockIdx.y == 0);
-#pragma unroll
-    for (int i = 0; i < Op::kConstants; ++i) {
-      memory.constants[i][thread] = static_cast<A>(constants.values[i]);
-    }
+    memory.put(thread, prepare.template formula<A>(first_channel + thread, blockIdx.y == 0));
   }
   __syncthreads();
-  A constants[Op::kConstants][kVector];
+  Formula<A> formulas[kVector];
 #pragma unroll
-  for (int i = 0; i < Op::kConstants; ++i) {
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      constants[i][v] = memory.constants[i][threadIdx.x * kVector + v];
-    }
+  for (int v = 0; v < kVector; ++v) {
+    formulas[v] = memory.get(threadIdx.x * kVector + v);
   }
 
   while (row >= 0) {
@@ -84,17 +87,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
         Vector<T, kVector> result;
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
-          A in[Op::kInputs];
-          A channel_constants[Op::kConstants];
+          A in[kInputs];
 #pragma unroll
-          for (int i = 0; i < Op::kInputs; ++i) {
+          for (int i = 0; i < kInputs; ++i) {
             in[i] = values[i][k][v];
           }
-#pragma unroll
-          for (int i = 0; i < Op::kConstants; ++i) {
-            channel_constants[i] = constants[i][v];
-          }
-          result.set(v, from_compute<T>(Op::apply(in, channel_constants)));
+          result.set(v, from_compute<T>(formulas[v](in)));
         }
         store(tensors.output + offset - k * stride, result);
       }
@@ -105,19 +103,22 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   }
 }
 
-template <typename T, int kVector, bool kAligned, typename Op, typename Prepare>
+template <typename T, int kVector, bool kAligned, template <typename> class Formula,
+          typename Prepare>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    elementwise_planar_kernel(Planar planar, Tensors<T, Op> tensors, Prepare prepare) {
+    elementwise_planar_kernel(Planar planar, Tensors<T, Formula<T>::kInputs> tensors,
+                              Prepare prepare) {
   using A = compute_t<T>;
-  constexpr int kSteps = kUnroll / Op::kInputs;
-  auto& memory = shared_memory<ConstantsMemory<A, Op>>();
+  constexpr int kInputs = Formula<A>::kInputs;
+  constexpr int kSteps = kUnroll / kInputs;
+  auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int slots = channel < planar.channels ? planar.num_slots() : 0;
   const int step = blockDim.x;
   int at = slots - 1 - static_cast<int>(threadIdx.x);
   Slot slot[kSteps];
-  Vector<T, kVector> values[Op::kInputs][kSteps];
+  Vector<T, kVector> values[kInputs][kSteps];
   SlotWalk<kVector, kAligned, Direction::kDown> walk(planar, channel,
                                                      planar.first_slot() + (at < 0 ? 0 : at));
   const auto load_slots = [&]() {
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
         slot[k] = walk.get();
         walk.advance();
 #pragma unroll
-        for (int i = 0; i < Op::kInputs; ++i) {
+        for (int i = 0; i < kInputs; ++i) {
           values[i][k] =
               load_slot<kVector, kAligned, Reuse::kNever>(planar, tensors.input[i], slot[k]);
         }
@@ -137,18 +138,10 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   load_slots();
 
   if (threadIdx.x == 0 && channel < planar.channels) {
-    const auto constants = prepare.template constants<A>(channel, blockIdx.y == 0);
-#pragma unroll
-    for (int i = 0; i < Op::kConstants; ++i) {
-      memory.constants[i][threadIdx.y] = static_cast<A>(constants.values[i]);
-    }
+    memory.put(threadIdx.y, prepare.template formula<A>(channel, blockIdx.y == 0));
   }
   __syncthreads();
-  A constants[Op::kConstants];
-#pragma unroll
-  for (int i = 0; i < Op::kConstants; ++i) {
-    constants[i] = memory.constants[i][threadIdx.y];
-  }
+  const Formula<A> formula = memory.get(threadIdx.y);
 
   while (at >= 0) {
 #pragma unroll
@@ -157,12 +150,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
         Vector<T, kVector> result;
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
-          A in[Op::kInputs];
+          A in[kInputs];
 #pragma unroll
-          for (int i = 0; i < Op::kInputs; ++i) {
+          for (int i = 0; i < kInputs; ++i) {
             in[i] = values[i][k][v];
           }
-          result.set(v, from_compute<T>(Op::apply(in, constants)));
+          result.set(v, from_compute<T>(formula(in)));
         }
         store_slot<kVector, kAligned>(tensors.output, slot[k], result);
       }
@@ -172,16 +165,18 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   }
 }
 
-// Launches Op over a plan; `inputs` and `output` have the plan's geometry and dtype.
-template <typename Op, typename Prepare>
-void launch_elementwise(const Plan& plan, void* stream, const void* const (&inputs)[Op::kInputs],
-                        void* output, const Prepare& prepare) {
+// Launches Formula over a plan; `inputs` and `output` have the plan's geometry and dtype.
+template <template <typename> class Formula, typename Prepare>
+void launch_elementwise(const Plan& plan, void* stream,
+                        const void* const (&inputs)[Formula<float>::kInputs], void* output,
+                        const Prepare& prepare) {
+  constexpr int kInputs = Formula<float>::kInputs;
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
   const auto typed = [&](auto type) {
     using T = typename decltype(type)::type;
-    Tensors<T, Op> tensors;
-    for (int i = 0; i < Op::kInputs; ++i) {
+    Tensors<T, kInputs> tensors;
+    for (int i = 0; i < kInputs; ++i) {
       tensors.input[i] = static_cast<const T*>(inputs[i]);
     }
     tensors.output = static_cast<T*>(output);
@@ -191,14 +186,14 @@ void launch_elementwise(const Plan& plan, void* stream, const void* const (&inpu
       plan,
       [&](auto type, auto vector) {
         using T = typename decltype(type)::type;
-        launch(elementwise_matrix_kernel<T, vector, Op, Prepare>, grid, block,
-               sizeof(ConstantsMemory<compute_t<T>, Op>), static_cast<cudaStream_t>(stream),
+        launch(elementwise_matrix_kernel<T, vector, Formula, Prepare>, grid, block,
+               sizeof(ConstantsMemory<Formula, compute_t<T>>), static_cast<cudaStream_t>(stream),
                Matrix(plan), typed(type), prepare);
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
-        launch(elementwise_planar_kernel<T, vector, aligned, Op, Prepare>, grid, block,
-               sizeof(ConstantsMemory<compute_t<T>, Op>), static_cast<cudaStream_t>(stream),
+        launch(elementwise_planar_kernel<T, vector, aligned, Formula, Prepare>, grid, block,
+               sizeof(ConstantsMemory<Formula, compute_t<T>>), static_cast<cudaStream_t>(stream),
                Planar(plan, output), typed(type), prepare);
       });
 }

@@ -15,15 +15,10 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "../../common/dtype.h"
 #include "../../common/geometry.h"
 
 namespace syncbn::cuda {
-
-enum class DType { kHalf, kBFloat16, kFloat, kDouble };
-
-inline int size_of(DType dtype) {
-  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
-}
 
 constexpr int kMaxThreads = 256;  // in a block
 constexpr int kVectorBytes = 16;
@@ -137,7 +132,9 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
 // `pointers` are all tensors of the input's shape that the pass reads and writes.
 inline Plan make_plan(const Geometry& geometry, DType dtype,
                       std::initializer_list<const void*> pointers, int multiprocessors) {
-  Plan plan{geometry, dtype};
+  Plan plan{};
+  plan.geometry = geometry;
+  plan.dtype = dtype;
   int alignment = kVectorBytes;  // a power of two that divides every address
   bool same_phase = true;
   for (const void* pointer : pointers) {

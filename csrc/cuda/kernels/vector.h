@@ -10,9 +10,6 @@
 
 namespace syncbn::cuda {
 
-template <typename T>
-using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
-
 // torch compiles CUDA without the implicit conversions of the 16-bit types.
 __device__ __forceinline__ float to_compute(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_compute(__nv_bfloat16 value) { return __bfloat162float(value); }

@@ -1,0 +1,43 @@
+// The dtypes of inputs: their sizes, their ranges, and the types they are computed in. Includes no
+// torch header.
+#pragma once
+
+#include <cfloat>
+#include <type_traits>
+
+#include "host_device.h"
+
+namespace syncbn {
+
+// The order is also that of DTYPES in tests/emulated.py.
+enum class DType { kHalf, kBFloat16, kFloat, kDouble };
+
+constexpr int size_of(DType dtype) {
+  return dtype == DType::kDouble ? 8 : dtype == DType::kFloat ? 4 : 2;
+}
+
+SYNCBN_HOST_DEVICE constexpr double largest_finite(DType dtype) {
+  switch (dtype) {
+    case DType::kHalf:
+      return 65504;
+    case DType::kBFloat16:
+      return 3.38953139e38;
+    case DType::kFloat:
+      return FLT_MAX;
+    case DType::kDouble:
+      break;
+  }
+  return DBL_MAX;
+}
+
+// The type that values of T are computed in. T may be the host's or CUDA's type of a dtype.
+template <typename T>
+using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// A type as an argument of a function.
+template <typename T>
+struct TypeTag {
+  using type = T;
+};
+
+}  // namespace syncbn

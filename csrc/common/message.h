@@ -1,0 +1,49 @@
+// The message that ranks add up: 2C+1 float64 values, for each channel the sum of its values, for
+// each channel the sum of their squares, and the number of values per channel. Includes no torch
+// header.
+#pragma once
+
+#include <cstdint>
+
+#include "moments.h"
+
+namespace syncbn {
+
+struct Sums {
+  double values;
+  double squares;
+};
+
+// The squares are those about zero of the mean that from_sums() will find, so that a process alone
+// reads back what it wrote but for one rounding of `squares`: 0 for equal values.
+SYNCBN_HOST_DEVICE inline Sums to_sums(const Moments<double>& moments) {
+  if (moments.count == 0) {
+    return {0, 0};
+  }
+  const double sum = rounded_product(moments.count, moments.mean);
+  return {sum, moments.m2 + rounded_product(sum, sum / moments.count)};
+}
+
+// The inverse, on sums over all ranks. The subtraction costs a relative error of about
+// 1.1e-16 * (1 + mean^2 / variance), which float64 keeps below float32's rounding while
+// |mean| < 2e4 standard deviations. A count of zero gives zeros, not NaN.
+SYNCBN_HOST_DEVICE inline Moments<double> from_sums(const Sums& sums, double count) {
+  Moments<double> moments;
+  moments.count = count;
+  if (count == 0) {
+    return moments;
+  }
+  moments.mean = sums.values / count;
+  moments.m2 = sums.squares - rounded_product(sums.values, moments.mean);
+  if (moments.m2 < 0) {  // by rounding only; a NaN must stay a NaN
+    moments.m2 = 0;
+  }
+  return moments;
+}
+
+SYNCBN_HOST_DEVICE inline Moments<double> read_message(const double* totals, int64_t channels,
+                                                       int64_t channel) {
+  return from_sums({totals[channel], totals[channels + channel]}, totals[2 * channels]);
+}
+
+}  // namespace syncbn

@@ -1,0 +1,61 @@
+// Element-wise work as its loops see it: some tensors to read and one of the same geometry to
+// write.
+#pragma once
+
+#include <array>
+
+#include "pack.h"
+
+namespace syncbn::cpu {
+
+template <template <typename> class Formula, typename T>
+struct ElementwiseJob {
+  using A = compute_t<T>;
+  static constexpr int kInputs = Formula<A>::kInputs;
+
+  std::array<const T*, kInputs> inputs;
+  T* output;
+  Formula<const A*> constants;  // of channels for planes, of the lanes of a row for rows
+  bool stream;                  // the output, past the caches
+
+  // The pack that begins at `at`.
+  template <bool kStream, typename Isa>
+  SYNCBN_INLINE void compute(const Formula<Pack<A, Isa>>& formula, int64_t at) const {
+    Pack<A, Isa> values[kInputs];
+    for (int i = 0; i < kInputs; ++i) {
+      values[i] = load<T, Isa>(inputs[i] + at);
+    }
+    store<T, Isa, kStream>(formula(values), output + at);
+  }
+
+  // The `count` values before `end`, fewer than a pack.
+  template <typename Isa>
+  SYNCBN_INLINE void compute_last(const Formula<Pack<A, Isa>>& formula, int64_t end,
+                                  int64_t count) const {
+    Pack<A, Isa> values[kInputs];
+    for (int i = 0; i < kInputs; ++i) {
+      values[i] = load_last<T, Isa>(inputs[i] + end, count);
+    }
+    store_last<T, Isa>(formula(values), output + end, count);
+  }
+
+  // Reads ahead what compute<kStream>() will need.
+  template <bool kStream>
+  SYNCBN_INLINE void prefetch(int64_t at) const {
+    for (const T* input : inputs) {
+      __builtin_prefetch(input + at);
+    }
+    if constexpr (!kStream) {
+      __builtin_prefetch(output + at, 1);
+    }
+  }
+};
+
+// Makes what was stored past the caches visible before any later store.
+SYNCBN_INLINE void finish_streaming() {
+#if defined(__x86_64__)
+  asm volatile("sfence" ::: "memory");
+#endif
+}
+
+}  // namespace syncbn::cpu

@@ -1,0 +1,68 @@
+"""Runs clang-tidy on the C++ files: ``python -m tools.clang_tidy``.
+
+The checks stand in .clang-tidy. Kernels are checked as the emulation compiles them, and their
+adapters where CUDA's header is found.
+"""
+
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+from os import cpu_count
+from pathlib import Path
+
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).parents[1]
+TORCH = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+PYTHON = f"-isystem{sysconfig.get_path('include')}"
+# Of setup.py; their values do not matter here.
+MACROS = [
+    f'-DSYNCBN_{name}=""'
+    for name in ("VERSION", "OLDEST_TORCH", "BUILT_WITH_TORCH", "CUDA_ARCHITECTURES")
+]
+
+
+def cuda_include() -> Path | None:
+    """Return the folder of CUDA's headers: the toolkit's, or that of the package torch needs."""
+    folders = [f"{cpp_extension.CUDA_HOME}/include"] if cpp_extension.CUDA_HOME else []
+    folders += [found for path in sys.path for found in glob(f"{path}/nvidia/cu*/include")]
+    return next((Path(f) for f in folders if (Path(f) / "cuda_runtime_api.h").exists()), None)
+
+
+def commands() -> dict[str, list[str]]:
+    """Return how each file is compiled."""
+    cpu = ["-std=c++20", *TORCH, PYTHON, *MACROS]
+    found = {path: cpu for path in (*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"))}
+    emulation = ["-std=c++17", "-xc++", "-Itests/emulation", "-Icsrc", "-Wno-unknown-pragmas"]
+    kernels = (*ROOT.glob("csrc/cuda/kernels/*.cu"), *ROOT.glob("tests/emulation/*.cpp"))
+    found.update({path: emulation for path in kernels})
+    cuda = cuda_include()
+    if cuda is None:
+        print("no cuda_runtime_api.h was found: csrc/cuda/*.cpp are not checked")
+    else:
+        adapters = ["-std=c++20", *TORCH, f"-isystem{cuda}", "-DUSE_CUDA"]
+        found.update({path: adapters for path in ROOT.glob("csrc/cuda/*.cpp")})
+    return {str(path.relative_to(ROOT)): command for path, command in found.items()}
+
+
+def check(path: str, command: list[str]) -> bool:
+    """Print what is found in a file, and return whether that is nothing."""
+    tidy = Path(sys.executable).with_name("clang-tidy")
+    done = subprocess.run(
+        [tidy, "--quiet", "--config-file=.clang-tidy", path, "--", *command],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    print(done.stdout, end="")
+    if done.returncode != 0 and not done.stdout:
+        print(f"clang-tidy fails on {path}:\n{done.stderr}")
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    with ThreadPoolExecutor(cpu_count()) as pool:
+        passed = list(pool.map(check, *zip(*commands().items(), strict=True)))
+    sys.exit(not all(passed))
