@@ -19,7 +19,7 @@ BIN := $(VENV)/bin
 TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* syncbn/*.py*)
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.h csrc/*/*/*.cu \
-    tests/emulation/*)
+    tests/emulation/*.cpp tests/emulation/*.h)
 
 .PHONY: help install demo test bench gpu-check works record-works lint format wheel clean
 
@@ -50,7 +50,8 @@ $(VENV)/tools.stamp: $(TORCH_STAMP) pyproject.toml
 	touch $@
 
 $(VENV)/syncbn.stamp: $(TORCH_STAMP) $(if $(WHEEL),$(WHEEL),$(SOURCES))
-	$(BIN)/pip install --quiet --force-reinstall --no-deps --no-build-isolation $(or $(WHEEL),.)
+	$(STRICT) \
+	    $(BIN)/pip install --quiet --force-reinstall --no-deps --no-build-isolation $(or $(WHEEL),.)
 	touch $@
 
 install: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
@@ -59,8 +60,8 @@ demo: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2 examples/digits.py
 
 # Warnings are errors where all is tested, and never in a user's build: a newer compiler has new ones.
-test: export CPPFLAGS += -Werror
-test: export NVCC_APPEND_FLAGS += -Werror=all-warnings -Xcompiler=-Werror
+test: STRICT := CPPFLAGS="$(CPPFLAGS) -Werror" \
+    NVCC_APPEND_FLAGS="$(NVCC_APPEND_FLAGS) -Werror=all-warnings -Xcompiler=-Werror"
 test: lint $(VENV)/syncbn.stamp
 	$(BIN)/pytest
 
