@@ -51,7 +51,7 @@ def check(path: str, command: list[str]) -> bool:
     """Print what is found in a file, and return whether that is nothing."""
     tidy = Path(sys.executable).with_name("clang-tidy")
     done = subprocess.run(
-        [tidy, "--quiet", "--config-file=.clang-tidy", path, "--", *command],
+        [tidy, "--quiet", "--config-file=.clang-tidy", path, "--", "-Wall", "-Wextra", *command],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -6,8 +6,8 @@
 
 namespace syncbn {
 
-// In torch's words, which programs look for that go on with a smaller batch. The stable ABI of
-// torch 2.11 keeps the allocator's own error to itself.
+// An error in torch's words, which programs look for that go on with a smaller batch. The stable
+// ABI of torch 2.11 keeps the allocator's own error to itself.
 [[noreturn]] inline void throw_out_of_memory(int64_t num_bytes, const Tensor& like) {
   if (like.is_cuda()) {
     detail::throw_error("CUDA out of memory. syncbn tried to allocate ", num_bytes,

@@ -27,8 +27,8 @@ struct Geometry {
 
 namespace detail {
 
-// Whether the strides are those of a dense array, its dimensions in order or the channel fastest.
-// Strides of dimensions of size one mean nothing.
+// Returns whether the strides are those of a dense array, its dimensions in order or the channel
+// fastest. Strides of dimensions of size one mean nothing.
 inline bool is_dense(const int64_t* sizes, const int64_t* strides, int64_t dim,
                      bool channels_fastest) {
   int64_t expected = 1;
@@ -52,7 +52,7 @@ inline bool is_dense(const int64_t* sizes, const int64_t* strides, int64_t dim,
 
 }  // namespace detail
 
-// Empty where the tensor is neither contiguous nor channels-last. Needs dim >= 2.
+// Returns nothing where the tensor is neither contiguous nor channels-last. Needs dim >= 2.
 inline std::optional<Geometry> find_geometry(const int64_t* sizes, const int64_t* strides,
                                              int64_t dim) {
   Geometry geometry{sizes[0], sizes[1], 1};

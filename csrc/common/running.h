@@ -5,7 +5,7 @@
 
 namespace syncbn {
 
-// Moves them by `factor` toward the batch's mean and unbiased variance. Where they would not be
+// Moves both by `factor` toward the batch's mean and unbiased variance. Where they would not be
 // finite in their dtype, they stay: one overflowed step under loss scaling must not spoil the model
 // for good. Products are rounded, so that ranks with different processors get the same bits.
 SYNCBN_HOST_DEVICE inline void update_running(double& mean, double& variance,

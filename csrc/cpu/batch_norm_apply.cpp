@@ -25,7 +25,7 @@ struct PerChannel {
   double eps = 0;
   const double* weights = nullptr;
   const double* biases = nullptr;
-  bool in_float = false;
+  bool in_float = false;  // outputs are computed
   double* means = nullptr;
   double* invstds = nullptr;
   Normalize<double*> constants = {};

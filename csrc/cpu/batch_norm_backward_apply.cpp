@@ -20,7 +20,7 @@ struct PerChannel {
   const double* weights = nullptr;
   const double* sums = nullptr;  // of dy, and of dy * xhat after them
   double count = 0;
-  bool in_float = false;
+  bool in_float = false;  // outputs are computed
   GradInput<double*> constants = {};
 
   template <typename Isa>

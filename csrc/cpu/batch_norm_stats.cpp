@@ -76,7 +76,7 @@ struct SegmentMoments {
   bool center_is_far;  // from the mean
 };
 
-// From the sums of the `count` deviations from `center` and of their squares.
+// Needs the sums of `count` deviations from `center` and of their squares.
 template <typename A>
 SYNCBN_INLINE SegmentMoments moments_of_sums(double count, double center, double deviations,
                                              double squares) {
@@ -133,7 +133,7 @@ template <typename T>
 struct RowMoments {
   using A = compute_t<T>;
 
-  // From the first value of each channel in some rows.
+  // Takes the first value of each channel in some rows.
   template <typename Isa>
   static SYNCBN_INLINE void guess(const T* x, const Geometry& geometry, const Item& item,
                                   A* centers) {

@@ -16,8 +16,9 @@ namespace syncbn::cpu {
 // Packs or rows that are added up without a carry; a power of two.
 constexpr int kGroup = 8;
 
-// How far planes are read ahead, measured: the statistics, which read a single stream, get half of
-// the bandwidth of memory without; two streams from memory get less if it is further.
+// The distance at which planes are read ahead, measured: the statistics, which read a single
+// stream, get half of the bandwidth of memory without; two streams from memory get less if it is
+// further.
 template <bool kWithGrad>
 constexpr int64_t kAheadBytes = kWithGrad ? 1024 : 4096;
 

@@ -19,7 +19,7 @@ struct Columns {
   int64_t packs() const { return ceil_div(width, kSize); }
   int64_t lanes() const { return packs() * kSize; }
   bool narrow() const { return width < kSize; }
-  // Of pack number `pack`; negative where the matrix is narrow.
+  // The first column of pack number `pack`; negative where the matrix is narrow.
   int64_t first(int64_t pack) const { return std::min((pack + 1) * kSize, width) - kSize; }
 
   // Calls function(lane, column) for all, the lanes of all packs numbered through.

@@ -1,4 +1,4 @@
-// From a dtype known at run time to a C++ type.
+// The C++ type of a dtype that is known at run time.
 #pragma once
 
 #include "../common/scalar_type.h"

@@ -1,4 +1,4 @@
-// Element-wise work, which computes each value from those at the same place of some tensors by a
+// Element-wise work, which computes each value from those at the same position of some tensors by a
 // Formula of common/channel_constants.h. Each tensor is read or written once.
 //
 // Formula<double*> points to the constants of all channels as they were computed, Formula<const A*>
@@ -132,7 +132,8 @@ void compute_in_rows(ElementwiseJob<Formula, T> job, const Geometry& geometry,
 template <template <typename> class Formula, typename T>
 void elementwise(const Geometry& geometry, const std::array<const T*, Formula<T>::kInputs>& inputs,
                  T* output, const Formula<double*>& constants) {
-  // What the last cache cannot hold is stored past it, which saves reading what is overwritten.
+  // Tensors that the last cache cannot hold are stored past it, which saves reading what is
+  // overwritten.
   const auto tensor_bytes = static_cast<int64_t>(geometry.numel() * sizeof(T));
   const bool stream = (int64_t{Formula<T>::kInputs} + 1) * tensor_bytes > last_cache_bytes();
   const ElementwiseJob<Formula, T> job{inputs, output, {}, stream};

@@ -1,8 +1,9 @@
 // A pack: two vectors of values to compute with, and how stored values become one and back.
 //
-// The lanes of a pack of bfloat16 are not in the order of memory. Two neighbors are one 32-bit
-// word, whose halves are shifted and masked into the two vectors: first the values at even places,
-// then those at odd ones. That takes half of the instructions that keeping the order would.
+// A pack holds a value in a lane, memory has it in a place. The lanes of a pack of bfloat16 are not
+// in the order of places: two neighbors are one 32-bit word, whose halves are shifted and masked
+// into the two vectors: first the values at even places, then those at odd ones. That takes half of
+// the instructions that keeping the order would.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +37,7 @@ struct Pack {
     const Vector vector = x - Vector{};
     return {vector, vector};
   }
-  // In the order of lanes, whatever is stored in that order.
+  // Values in the order of lanes, whatever is stored in that order.
   static SYNCBN_INLINE Pack read(const A* from) {
     Pack pack;
     std::memcpy(&pack.low, from, sizeof(Vector));
@@ -66,8 +67,8 @@ constexpr int place_of_lane(int lane) {
   return !std::is_same_v<T, BFloat16> ? lane : lane < kHalf ? 2 * lane : 2 * (lane - kHalf) + 1;
 }
 
-// How far ahead of what is in use to read, measured with AVX2. It does not matter that a tensor
-// ends before.
+// The distance at which loops read ahead, measured with AVX2. It does not matter that a tensor ends
+// before.
 constexpr int64_t kPrefetchBytes = 2048;
 
 namespace detail {

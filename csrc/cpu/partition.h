@@ -1,4 +1,4 @@
-// How work is cut into items. The cut of a reduction depends on the shape alone, never on the
+// The partition of a reduction's work into items. It depends on the shape alone, never on the
 // number of threads, and partial results are merged by index: the same bits on every run.
 #pragma once
 
@@ -18,15 +18,16 @@ constexpr int64_t kMinValuesPerThread = 16384;
 
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// Whether the input is taken as rows, each of which holds the `inner` values of all channels: a
-// matrix, where that is one value, and planes that are shorter than a pack may be. Other planes
-// are taken one by one.
+// Returns whether the input is taken as rows, each of which holds the `inner` values of all
+// channels: a matrix, where that is one value, and planes that are shorter than a pack may be.
+// Other planes are taken one by one.
 inline bool is_in_rows(const Geometry& geometry) {
   constexpr int64_t kShortPlane = 32;
   return geometry.inner < kShortPlane;
 }
 
-// The work of an item: rows, or values of one channel in the order of memory.
+// An item of work: a segment of the rows, for some channels, or a segment of the values of one
+// channel, in the order of memory.
 struct Item {
   int64_t segment;
   int64_t channel;

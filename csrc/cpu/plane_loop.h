@@ -32,12 +32,13 @@ struct PlaneLoop {
     }
     int64_t at = begin;
     if constexpr (kStream) {
-      // On to the next aligned address: what is skipped, less than a pack, has been written.
+      // Streaming begins at the next aligned address: what is skipped, less than a pack, has been
+      // written.
       constexpr size_t kAlignment = std::min<size_t>(kLine, kSize * sizeof(T));
       job.template compute<false>(formula, at);
       at += (-reinterpret_cast<size_t>(job.output + at) % kAlignment) / sizeof(T);
     }
-    // At least a line at a time, which is what is read ahead.
+    // A step takes a line at least, which is what is read ahead.
     constexpr int kLinePacks = std::max<int>(kLine / (kSize * sizeof(T)), 1);
     for (; at + kLinePacks * kSize <= end; at += kLinePacks * kSize) {
       if constexpr (!kStream) {  // memory, a single stream, is fast enough by itself

@@ -14,7 +14,7 @@
 #error "syncbn is written in the vector types of GCC and Clang"
 #endif
 
-// Before a loop: its iterations do not depend on one another.
+// A mark of loops whose iterations do not depend on one another.
 #if defined(__clang__)
 #define SYNCBN_INDEPENDENT
 #else

@@ -1,4 +1,4 @@
-// From torch's tensors to the plain arguments of the CUDA operators.
+// The plain arguments of the CUDA operators, made of torch's tensors.
 #pragma once
 
 #include <optional>
@@ -29,7 +29,7 @@ class Device {
   int multiprocessors_;
 };
 
-// After check_channel_vector.
+// Needs check_channel_vector() before it.
 ChannelVector to_channel_vector(const std::optional<Tensor>& tensor);
 
 }  // namespace syncbn::cuda

@@ -12,10 +12,10 @@ constexpr int64_t kNumCounters = 1 << 20;
 // (plan.h), on GPUs of up to 227 multiprocessors.
 constexpr int64_t kCountersOfStream = 4096;
 
-// In the binary, so that they are zero without a launch, inside of a graph as well.
+// Part of the binary, so that they are zero without a launch, inside of a graph as well.
 __device__ unsigned int counters[kNumCounters];
 
-// What is taken of a device's counters.
+// The counters of a device that are taken.
 struct Allotment {
   unsigned int* counters = nullptr;  // their address, once asked for
   int64_t taken = 0;
@@ -31,7 +31,7 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Where `number` counters begin, or null.
+// Returns the first of `number` counters, or null.
 unsigned int* allot(Allotment& allotment, int64_t number) {
   if (allotment.counters == nullptr) {
     void* address = nullptr;
@@ -60,7 +60,7 @@ unsigned int* take_counters(int device, cudaStream_t stream, int64_t number) {
   if (captured) {
     return allot(allotment, number);
   }
-  // That handle means another stream in each thread.
+  // cudaStreamPerThread is another stream in each thread.
   if (number > kCountersOfStream || stream == cudaStreamPerThread) {
     return nullptr;
   }

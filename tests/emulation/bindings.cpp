@@ -67,7 +67,7 @@ void with_workspace(const Plan& plan, const Function& function) {
 
 extern "C" {
 
-// How work on three such tensors is split.
+// The plan for three such tensors.
 const char* plan(const Call* call, const void* a, const void* b, const void* c, int64_t* fields) {
   return run(*call, [&] {
     const Plan plan = plan_of(*call, {a, b, c});

@@ -56,16 +56,16 @@ inline unsigned lane() {
 }
 
 // Offers `value` to the warp and takes that of the lane `source(own lane)`, a lane of the own
-// segment of `width` lanes or the own lane.
+// section of `width` lanes or the own lane.
 template <typename T, typename Source>
 T shuffle(Wait wait, unsigned mask, T value, int width, const Source& source) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
   uint64_t bits = 0;
   std::memcpy(&bits, &value, sizeof(T));
   const uint64_t* values = Block::current->exchange(wait, mask, bits, sizeof(T));
-  const unsigned own = lane(), segment = own / width * width;
-  const unsigned from = source(own - segment);
-  std::memcpy(&value, &values[from < static_cast<unsigned>(width) ? segment + from : own],
+  const unsigned own = lane(), section = own / width * width;
+  const unsigned from = source(own - section);
+  std::memcpy(&value, &values[from < static_cast<unsigned>(width) ? section + from : own],
               sizeof(T));
   return value;
 }

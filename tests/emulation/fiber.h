@@ -90,7 +90,7 @@ class Fiber {
 #endif
   }
 
-  // From outside, which may be another fiber: runs this one until it suspends itself.
+  // Called from outside, which may be another fiber: runs this one until it suspends itself.
   void resume() {
     Fiber* resumer = current_;
     current_ = this;
@@ -105,7 +105,7 @@ class Fiber {
     current_ = resumer;
   }
 
-  // From inside: returns at the next resume().
+  // Called from inside: returns at the next resume().
   static void suspend() {
     Fiber* self = current_;
 #if defined(__SANITIZE_ADDRESS__)

@@ -8,8 +8,8 @@
 // take turns at barriers; one that signals others by an atomic operation stops there until no other
 // can go on, and then the one that stopped last goes on first.
 //
-// What a GPU would answer with a fault, a hang or silence ends the launch with std::runtime_error:
-// the block, the thread, and what it did.
+// A mistake that a GPU would answer with a fault, a hang or silence ends the launch with
+// std::runtime_error: the block, the thread, and what it did.
 #pragma once
 
 #include <algorithm>
@@ -51,8 +51,8 @@ constexpr int kPoison = 0xff;  // NaN in every floating-point type
 constexpr int kGuard = 0xa5;
 constexpr size_t kShuffledBlocks = 4;  // that are under way in the shuffled order
 
-// What a thread waits for: all threads of its warp or block must come to wait for the same, but
-// for a turn, in which it lets other blocks go first.
+// The events that a thread waits for: all threads of its warp or block must come to wait for the
+// same, but for a turn, in which it lets other blocks go first.
 enum class Wait {
   kTurn,
   kExit,
@@ -151,7 +151,7 @@ class Block {
     return wait_;
   }
 
-  // From a thread: waits until all threads of the warp offer a value in the same way; returns
+  // Called by a thread: waits until all threads of the warp offer a value in the same way; returns
   // those values, indexed by lane.
   const uint64_t* exchange(Wait wait, unsigned mask, uint64_t value, unsigned value_bytes) {
     if (mask != 0xffffffff) {

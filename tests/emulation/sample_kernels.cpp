@@ -166,10 +166,10 @@ void check(const std::string& name) {
 
 struct WarpResults {
   int down;            // from 5 lanes on
-  unsigned down_of_8;  // from 3 lanes on in segments of 8
+  unsigned down_of_8;  // from 3 lanes on in sections of 8
   float exchanged;     // with the lane whose number differs in the bit of 4
   double broadcast;    // from lane 9
-  int broadcast_of_8;  // from lane 2 of segments of 8
+  int broadcast_of_8;  // from lane 2 of sections of 8
   unsigned ballot;     // of multiples of 3
   int any;             // that is 31
   int none;            // that is 32

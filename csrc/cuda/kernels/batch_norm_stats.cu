@@ -51,7 +51,7 @@ __device__ void merge_moments(Memory& memory, ChannelMoments<A, kChannels>& stat
                               double (&pivot)[kChannels], int member, int members, int group,
                               int groups) {
   if constexpr (kPivot) {
-    // Where merge_members() does not write: it writes what members other than 0 have.
+    // merge_members() does not write here: it writes what members other than 0 have.
     if (member == 0) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
@@ -93,10 +93,10 @@ __device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_ch
                    });
 }
 
-// kFull: all of its kUnroll vectors are there, as in almost all chunks; no test for each of them.
+// A chunk is kUnroll vectors of a thread. Almost all are full and need no test for each vector.
 enum class Chunk { kFull, kPartial };
 
-// Merges the first `count` vectors of a chunk, each of another row, into `state`.
+// Merges the first `count` rows of a chunk of a matrix into `state`.
 template <Chunk kChunk, typename T, int kVector, typename A>
 __device__ __forceinline__ void consume_rows(ChannelMoments<A, kVector>& state,
                                              const Vector<T, kVector> (&values)[kUnroll], int count,
@@ -130,7 +130,7 @@ __device__ __forceinline__ void consume_rows(ChannelMoments<A, kVector>& state,
   state.merge(chunk);
 }
 
-// Merges a chunk of slots, which hold `count` values of the channel, into `state`.
+// Merges a chunk of a planar tensor into `state`; its slots hold `count` values of the channel.
 template <Chunk kChunk, bool kAligned, typename T, int kVector, typename A>
 __device__ __forceinline__ void consume_slots(ChannelMoments<A, 1>& state,
                                               const Vector<T, kVector> (&values)[kUnroll],

@@ -1,4 +1,4 @@
-// From a plan to the instantiation of a kernel that it asks for.
+// The instantiation of a kernel that a plan asks for.
 #pragma once
 
 #include "device.h"

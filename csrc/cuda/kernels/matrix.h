@@ -7,7 +7,7 @@
 
 namespace syncbn::cuda {
 
-// What a kernel is told of a plan.
+// A plan as kernels see it.
 struct Matrix {
   int64_t rows;
   int64_t channels;

@@ -25,7 +25,7 @@ struct RunningStatistics {
   double momentum = 0;
 };
 
-// What a reduction that is split over blocks meets in.
+// The memory in which the blocks of a split reduction meet.
 struct Workspace {
   double* partials;    // plan.num_partials() values
   unsigned* counters;  // plan.num_counters() zeros, which it leaves as zeros

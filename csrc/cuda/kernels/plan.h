@@ -1,5 +1,6 @@
-// How a tensor is split over blocks and threads. Depends on its geometry, dtype and alignment and
-// on the number of multiprocessors, never on data: results are the same bits on each run.
+// The plan by which a tensor is split over blocks and threads. It depends on the tensor's geometry,
+// dtype and alignment and on the number of multiprocessors, never on data: results are the same
+// bits on each run.
 //
 // A block owns a tile of channels and a segment of their values.
 //
@@ -53,7 +54,7 @@ struct Plan {
 
 namespace detail {
 
-// Whether at least nine of ten multiprocessors work until the last block is done.
+// Returns whether at least nine of ten multiprocessors work until the last block is done.
 inline bool is_balanced(int64_t blocks, int64_t resident) {
   return 10 * blocks >= 9 * resident * ceil_div(blocks, resident);
 }

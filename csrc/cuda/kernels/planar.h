@@ -1,7 +1,7 @@
 // Walks over the slots of a channel in a planar tensor (outer, C, inner).
 //
-// A slot is an aligned vector that a plane lies in; see plan.h. A thread visits every
-// blockDim.x-th slot of its block's segment, upwards or downwards.
+// A thread visits every blockDim.x-th slot of its block's segment, upwards or downwards; see
+// plan.h.
 #pragma once
 
 #include "plan.h"
@@ -9,7 +9,7 @@
 
 namespace syncbn::cuda {
 
-// What a kernel is told of a plan.
+// A plan as kernels see it.
 struct Planar {
   int64_t inner;
   int64_t channels;

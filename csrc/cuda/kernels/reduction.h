@@ -1,4 +1,4 @@
-// From the sums of a block's threads to two sums per channel over all blocks.
+// The reduction of what a block's threads have to two sums per channel over all blocks.
 //
 // Within a block threads merge pairwise, through shared memory. If a tile of channels is split over
 // blocks, each writes its sums to the workspace, and the block that finishes last, as an integer
@@ -27,7 +27,7 @@ template <typename A, typename State>
 __device__ void merge_members(ReductionMemory<A, State>& memory, State& state, int member,
                               int members, int group, int groups) {
   constexpr int kWords = ReductionMemory<A, State>::kWords;
-  // What one step reads, the next does not overwrite: it writes in front of it.
+  // A step does not overwrite what the one before it reads: it writes in front of it.
   while (members > 1) {
     const int half = (members + 1) / 2;
     if (member >= half && member < members) {
@@ -82,16 +82,17 @@ __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_
     __threadfence();
 
     constexpr int kLoads = 8;  // in flight, for both sums
-    const int lanes = static_cast<int>(blockDim.x * blockDim.y) / owned;
-    const int lane = thread / owned;
+    const int readers = static_cast<int>(blockDim.x * blockDim.y) / owned;  // of each channel
+    const int reader = thread / owned;
     double first = 0;
     double second = 0;
-    for (int split = lane; lane < lanes && split < splits; split += kLoads * lanes) {
+    for (int split = reader; reader < readers && split < splits; split += kLoads * readers) {
       double loaded[2][kLoads];
 #pragma unroll
       for (int k = 0; k < kLoads; ++k) {
-        const bool exists = split + k * lanes < splits;
-        const double* const theirs = partials + 2 * channels * (split + k * lanes) + thread % owned;
+        const bool exists = split + k * readers < splits;
+        const double* const theirs =
+            partials + 2 * channels * (split + k * readers) + thread % owned;
         loaded[0][k] = exists ? theirs[0] : 0;
         loaded[1][k] = exists ? theirs[channels] : 0;
       }
@@ -105,7 +106,7 @@ __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_
     memory.second[thread] = second;
     __syncthreads();
     if (thread < owned) {
-      for (int other = 1; other < lanes; ++other) {
+      for (int other = 1; other < readers; ++other) {
         memory.first[thread] += memory.first[other * owned + thread];
         memory.second[thread] += memory.second[other * owned + thread];
       }

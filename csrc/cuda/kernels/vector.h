@@ -1,5 +1,5 @@
-// A few neighboring values of a tensor, loaded and stored at once, and computed with in float32,
-// those of float64 tensors in float64.
+// Vectors: a few neighboring values of a tensor, loaded and stored at once, and computed with in
+// float32, those of float64 tensors in float64.
 #pragma once
 
 #include <cstring>
