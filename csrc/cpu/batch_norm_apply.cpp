@@ -2,7 +2,6 @@
 // the input, which reads it and writes the output once each.
 
 #include <cmath>
-#include <vector>
 
 #include "../common/allocate.h"
 #include "../common/channel_constants.h"
@@ -96,38 +95,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   Tensor count = allocate_vector(1, ScalarType::Double, input);
   *static_cast<double*>(count.mutable_data_ptr()) = group_count;
 
-  const std::vector<double> weights = load_channels(weight, channels, 1);
-  const std::vector<double> biases = load_channels(bias, channels, 0);
-  std::vector<double> centers(channels), scales(channels), shifts(channels);
+  ChannelArrays arrays(/*capacity=*/7, channels);
   PerChannel work;
   work.channels = channels;
   work.totals = message;
   work.eps = eps;
-  work.weights = weights.data();
-  work.biases = biases.data();
+  work.weights = arrays.load(weight, 1);
+  work.biases = arrays.load(bias, 0);
   work.in_float = input.scalar_type() != ScalarType::Double;
   work.means = static_cast<double*>(mean.mutable_data_ptr());
   work.invstds = static_cast<double*>(invstd.mutable_data_ptr());
-  work.constants.center = centers.data();
-  work.constants.scale = scales.data();
-  work.constants.shift = shifts.data();
+  work.constants.center = arrays.add();
+  work.constants.scale = arrays.add();
+  work.constants.shift = arrays.add();
 
   const double factor = group_count == 0 ? 0 : count_batch(num_batches_tracked, momentum);
   const bool updates = running_mean.has_value() && group_count != 0;
-  std::vector<double> running_means, running_variances;
   if (updates) {
-    running_means = load_channels(running_mean, channels, 0);
-    running_variances = load_channels(running_var, channels, 0);
-    work.running_means = running_means.data();
-    work.running_variances = running_variances.data();
+    work.running_means = arrays.load(running_mean, 0);
+    work.running_variances = arrays.load(running_var, 0);
     work.factor = factor;
     work.largest_mean = largest_finite(to_dtype(running_mean->scalar_type()));
     work.largest_variance = largest_finite(to_dtype(running_var->scalar_type()));
   }
   dispatch_unfused<PerChannel>(&work);  // ranks with different processors update alike
   if (updates) {
-    store_channels(*running_mean, running_means);
-    store_channels(*running_var, running_variances);
+    store_channels(*running_mean, work.running_means);
+    store_channels(*running_var, work.running_variances);
   }
 
   dispatch_dtype(input.scalar_type(), [&](auto tag) {

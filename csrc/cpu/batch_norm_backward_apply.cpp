@@ -52,20 +52,19 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   check_statistics(kOp, "sums", sums, 2 * channels, input);
   check_statistics(kOp, "count", count, 1, input);
 
-  const std::vector<double> weights = load_channels(weight, channels, 1);
-  std::vector<double> centers(channels), slopes(channels), shifts(channels), scales(channels);
+  ChannelArrays arrays(/*capacity=*/5, channels);
   PerChannel work;
   work.channels = channels;
   work.means = static_cast<const double*>(mean.const_data_ptr());
   work.invstds = static_cast<const double*>(invstd.const_data_ptr());
-  work.weights = weights.data();
+  work.weights = arrays.load(weight, 1);
   work.sums = static_cast<const double*>(sums.const_data_ptr());
   work.count = std::max(*static_cast<const double*>(count.const_data_ptr()), 1.0);
   work.in_float = input.scalar_type() != ScalarType::Double;
-  work.constants.center = centers.data();
-  work.constants.slope = slopes.data();
-  work.constants.shift = shifts.data();
-  work.constants.scale = scales.data();
+  work.constants.center = arrays.add();
+  work.constants.slope = arrays.add();
+  work.constants.shift = arrays.add();
+  work.constants.scale = arrays.add();
   dispatch_isa<PerChannel>(&work);
   Tensor grad_input = allocate_like(input);
 

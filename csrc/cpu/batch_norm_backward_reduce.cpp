@@ -92,8 +92,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
 
   Tensor grad_weight = allocate_vector(channels, weight_dtype, input);
   Tensor grad_bias = allocate_vector(channels, bias_dtype, input);
-  store_channels(grad_weight, deviations);
-  store_channels(grad_bias, grads);
+  store_channels(grad_weight, deviations.data());
+  store_channels(grad_bias, grads.data());
   return {sums, grad_weight, grad_bias};
 }
 
