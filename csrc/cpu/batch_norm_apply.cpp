@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   Tensor count = allocate_vector(1, ScalarType::Double, input);
   *static_cast<double*>(count.mutable_data_ptr()) = group_count;
 
-  ChannelArrays arrays(channels, 7);
+  ChannelArrays arrays(/*capacity=*/7, channels);
   PerChannel work;
   work.channels = channels;
   work.totals = message;
@@ -105,15 +105,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   work.in_float = input.scalar_type() != ScalarType::Double;
   work.means = static_cast<double*>(mean.mutable_data_ptr());
   work.invstds = static_cast<double*>(invstd.mutable_data_ptr());
-  work.constants.center = arrays.take();
-  work.constants.scale = arrays.take();
-  work.constants.shift = arrays.take();
+  work.constants.center = arrays.add();
+  work.constants.scale = arrays.add();
+  work.constants.shift = arrays.add();
 
   const double factor = group_count == 0 ? 0 : count_batch(num_batches_tracked, momentum);
   const bool updates = running_mean.has_value() && group_count != 0;
   if (updates) {
     work.running_means = arrays.load(running_mean, 0);
-    work.running_variances = arrays.load(running_var, 1);
+    work.running_variances = arrays.load(running_var, 0);
     work.factor = factor;
     work.largest_mean = largest_finite(to_dtype(running_mean->scalar_type()));
     work.largest_variance = largest_finite(to_dtype(running_var->scalar_type()));

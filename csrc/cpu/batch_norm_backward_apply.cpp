@@ -52,7 +52,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   check_statistics(kOp, "sums", sums, 2 * channels, input);
   check_statistics(kOp, "count", count, 1, input);
 
-  ChannelArrays arrays(channels, 5);
+  ChannelArrays arrays(/*capacity=*/5, channels);
   PerChannel work;
   work.channels = channels;
   work.means = static_cast<const double*>(mean.const_data_ptr());
@@ -61,10 +61,10 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   work.sums = static_cast<const double*>(sums.const_data_ptr());
   work.count = std::max(*static_cast<const double*>(count.const_data_ptr()), 1.0);
   work.in_float = input.scalar_type() != ScalarType::Double;
-  work.constants.center = arrays.take();
-  work.constants.slope = arrays.take();
-  work.constants.shift = arrays.take();
-  work.constants.scale = arrays.take();
+  work.constants.center = arrays.add();
+  work.constants.slope = arrays.add();
+  work.constants.shift = arrays.add();
+  work.constants.scale = arrays.add();
   dispatch_isa<PerChannel>(&work);
   Tensor grad_input = allocate_like(input);
 

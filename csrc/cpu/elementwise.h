@@ -5,6 +5,7 @@
 // to the same as a loop reads them, and Formula<Pack> computes.
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "cache.h"
@@ -29,28 +30,25 @@ struct LayOutForPlanes {
   }
 };
 
-// A constant of all channels as RowLoop reads it, in the lanes of a row of `width` values.
+// A constant of all channels as RowLoop reads it, in the lanes of a row of `width` columns. Where a
+// channel has several columns, `of_columns` is memory for all of them.
 template <typename T>
 struct LayOutForRows {
   template <typename Isa>
   static SYNCBN_INLINE void run(const double* of_channels, const Geometry* geometry, int64_t width,
-                                compute_t<T>* constants) {
-    const double* of_columns = of_channels;
-    std::vector<double> repeated;
+                                double* of_columns, compute_t<T>* constants) {
     if (width > geometry->channels) {
-      repeated.resize(width);
-      for (int64_t column = 0; column < width;) {
+      double* end = of_columns;
+      while (end < of_columns + width) {
         for (int64_t c = 0; c < geometry->channels; ++c) {
-          for (int64_t i = 0; i < geometry->inner; ++i) {
-            repeated[column++] = of_channels[c];
-          }
+          end = std::fill_n(end, geometry->inner, of_channels[c]);
         }
       }
-      of_columns = repeated.data();
+      of_channels = of_columns;
     }
     const Columns<T, Isa> columns{width};
     columns.for_each_lane([&](int64_t lane, int64_t column) {
-      constants[lane] = to_constant<compute_t<T>>(of_columns[column]);
+      constants[lane] = to_constant<compute_t<T>>(of_channels[column]);
     });
   }
 };
@@ -60,12 +58,15 @@ template <template <typename> class Formula, typename A>
 class ConstantArrays {
  public:
   explicit ConstantArrays(int64_t length)
-      : length_(round_up(length, kLargestPack)), lines_(kNumber * length_ * sizeof(A) / kLine) {}
+      : length_(round_up(length, kLargestPack)), storage_(kNumber * length_ + kLine / sizeof(A)) {}
 
   // Calls lay_out(constant of all channels, array) for each constant.
   template <typename Function>
   Formula<const A*> fill(const Formula<double*>& of_channels, const Function& lay_out) {
-    auto* next = reinterpret_cast<A*>(lines_.data());
+    // Vectors of constants must not straddle cache lines.
+    void* first = storage_.data();
+    size_t num_bytes = storage_.size() * sizeof(A);
+    auto* next = static_cast<A*>(std::align(kLine, 1, first, num_bytes));
     return of_channels.map([&](const double* values) -> const A* {
       A* const array = next;
       next += length_;
@@ -78,13 +79,8 @@ class ConstantArrays {
   static constexpr int64_t kNumber = sizeof(Formula<A>) / sizeof(A);
   static constexpr int64_t kLargestPack = 2 * Avx512::kVectorBytes / sizeof(A);
 
-  // Vectors of constants must not straddle cache lines.
-  struct alignas(kLine) Line {
-    unsigned char bytes[kLine];
-  };
-
   int64_t length_;
-  std::vector<Line> lines_;
+  std::vector<A> storage_;
 };
 
 template <template <typename> class Formula, typename T>
@@ -112,8 +108,9 @@ void compute_in_rows(ElementwiseJob<Formula, T> job, const Geometry& geometry,
   const int64_t wide_rows = geometry.outer / rows_in_wide;
   ConstantArrays<Formula, compute_t<T>> arrays(wide_row);
   const auto lay_out = [&](int64_t width) {
+    std::vector<double> of_columns(width > geometry.channels ? width : 0);
     job.constants = arrays.fill(constants, [&](const double* of_channels, compute_t<T>* array) {
-      dispatch_isa<LayOutForRows<T>>(of_channels, &geometry, width, array);
+      dispatch_isa<LayOutForRows<T>>(of_channels, &geometry, width, of_columns.data(), array);
     });
   };
   if (wide_rows > 0) {
