@@ -9,7 +9,7 @@
 
 namespace syncbn {
 
-// The order is also that of DTYPES in tests/emulated.py.
+// The order is also that of DTYPES in tests/support/emulated.py.
 enum class DType { kHalf, kBFloat16, kFloat, kDouble };
 
 constexpr int size_of(DType dtype) {
