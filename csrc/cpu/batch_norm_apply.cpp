@@ -17,10 +17,10 @@ namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_apply";
 
-// The work of each channel. A pointer is to one value for each channel.
+// The work of each channel. Pointers are to one value for each channel, but for totals.
 struct PerChannel {
   int64_t channels = 0;
-  const double* totals = nullptr;
+  const double* totals = nullptr;  // [2C+1]
   double eps = 0;
   const double* weights = nullptr;
   const double* biases = nullptr;

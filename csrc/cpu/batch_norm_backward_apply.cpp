@@ -12,13 +12,13 @@ namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
 
-// The work of each channel. A pointer is to one value for each channel.
+// The work of each channel. Pointers are to one value for each channel, but for sums.
 struct PerChannel {
   int64_t channels = 0;
   const double* means = nullptr;
   const double* invstds = nullptr;
   const double* weights = nullptr;
-  const double* sums = nullptr;  // of dy, and of dy * xhat after them
+  const double* sums = nullptr;  // [2C]: of dy, and of dy * xhat after them
   double count = 0;
   bool in_float = false;  // outputs are computed
   GradInput<double*> constants = {};
