@@ -2,7 +2,7 @@
 
 Sums over the batch and the update of the running statistics stay operators. The element-wise halves
 are plain tensor expressions, which Inductor fuses with the activation and the residual around them;
-their formulas are those of csrc/common/channel_constants.h. The operators here are written in
+their formulas are those of csrc/common/formulas.h. The operators here are written in
 Python for two reasons: they take inputs of any strides, so that the compiler may choose the layout,
 and they can ask, when the graph runs, what a graph cannot know when it is traced.
 """

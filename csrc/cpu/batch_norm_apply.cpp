@@ -4,8 +4,8 @@
 #include <cmath>
 
 #include "../common/allocate.h"
-#include "../common/channel_constants.h"
 #include "../common/checks.h"
+#include "../common/formulas.h"
 #include "../common/message.h"
 #include "../common/running.h"
 #include "channel_vector.h"

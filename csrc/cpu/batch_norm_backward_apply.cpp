@@ -1,8 +1,8 @@
 // batch_norm_backward_apply on the CPU: one pass, which reads dy and x and writes dx once each.
 
 #include "../common/allocate.h"
-#include "../common/channel_constants.h"
 #include "../common/checks.h"
+#include "../common/formulas.h"
 #include "channel_vector.h"
 #include "dispatch.h"
 #include "elementwise.h"

@@ -1,5 +1,5 @@
 // Element-wise work, which computes each value from those at the same position of some tensors by a
-// Formula of common/channel_constants.h. Each tensor is read or written once.
+// Formula of common/formulas.h. Each tensor is read or written once.
 //
 // Formula<double*> points to the constants of all channels as they were computed, Formula<const A*>
 // to the same as a loop reads them, and Formula<Pack> computes.

@@ -3,7 +3,7 @@
 // The first block of each tile of channels also writes mean and invstd and moves the running
 // statistics.
 
-#include "../../common/channel_constants.h"
+#include "../../common/formulas.h"
 #include "../../common/message.h"
 #include "../../common/running.h"
 #include "channel_vector.h"

@@ -1,6 +1,6 @@
 // batch_norm_backward_apply on CUDA. Reads dy and x and writes dx once.
 
-#include "../../common/channel_constants.h"
+#include "../../common/formulas.h"
 #include "channel_vector.h"
 #include "elementwise.h"
 #include "operators.h"

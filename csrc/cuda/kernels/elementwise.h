@@ -1,5 +1,5 @@
 // Element-wise kernels, which compute each value from those at the same position of some tensors by
-// a Formula of common/channel_constants.h. Each tensor is read or written once.
+// a Formula of common/formulas.h. Each tensor is read or written once.
 //
 // prepare.formula<A>(channel, first) returns the constants of a channel. One thread of a block
 // calls it for each of the block's channels, with `first` in one block of those that have the
