@@ -19,6 +19,7 @@ __all__ = [
     "check",
     "communication_error",
     "compare_sizes",
+    "find_size_mismatch",
     "guard",
     "layer_name",
     "sum_over_ranks",
