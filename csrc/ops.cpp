@@ -8,6 +8,10 @@
 //   channel vectors (weight, bias, running_mean, running_var)
 //                shape [C], any stride, in the input's dtype, float32 or float64.
 //   statistics   (message, totals, mean, invstd, count, sums) are contiguous float64.
+//   tag, outlook, tag_sum
+//                what ranks announce to each other, see syncbn/agreement.py. With a tag, a message
+//                has the length 2C+3 in both directions: 2C sums, the count (backward 0), the tag,
+//                and the outlook.
 // All tensors are on one device. Nothing synchronizes with the host on CUDA. Results do not
 // depend on the number of threads. None of the operators communicates or has an autograd formula:
 // syncbn/functional.py joins them with the collectives. Errors are RuntimeError.
@@ -16,13 +20,14 @@
 
 STABLE_TORCH_LIBRARY(syncbn, m) {
   // This rank's part of the batch statistics, as a message that ranks can add up.
-  //   message  [2C+1]: sum of x per channel, sum of x^2 per channel, number of values per channel.
+  //   message  [2C+1]: sum of x per channel, sum of x^2 per channel, number of values per channel;
+  //            [2C+3] with a tag.
   // The sums are derived from a mean and a sum of squared deviations that are computed first, so
   // that the message is as accurate as float64 can carry it. An empty input gives zeros.
-  m.def("batch_norm_stats(Tensor input) -> Tensor message");
+  m.def("batch_norm_stats(Tensor input, float? tag=None, float outlook=0) -> Tensor message");
 
   // Normalizes by the statistics of the whole group, and updates the running statistics.
-  //   totals   [2C+1]: the message summed over all ranks.
+  //   totals   the message summed over all ranks.
   //   output   input's shape, dtype and layout: (x - mean) * invstd * weight + bias,
   //            invstd = 1 / sqrt(biased variance + eps); no weight is 1, no bias is 0.
   //   mean, invstd [C], count [1]: what backward needs.
@@ -31,30 +36,36 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   // needs num_batches_tracked. num_batches_tracked (int64, one element) grows by one. A channel
   // whose running statistics would not be finite in their dtype keeps them as they were. If the
   // whole group is empty nothing is updated.
-  // A count of NaN says that a rank has withdrawn from the forward pass: on the CPU an error, on
-  // CUDA (which never waits for the device) outputs of NaN and no update.
+  // A count of NaN says that a rank has withdrawn from the pass, and tags that do not add up to
+  // tag_sum, where one is given, say that ranks run different passes: on the CPU an error, on CUDA
+  // (which never waits for the device) outputs of NaN, no update, and a note in `verdict`.
+  //   verdict  [1]: float64 in pinned memory of the host, or on the device. If it is 0, tag_sum is
+  //            written to it where ranks run different passes, and -tag_sum where one withdrew.
   m.def(
       "batch_norm_apply(Tensor input, Tensor totals, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-      "float? momentum, float eps) -> (Tensor output, Tensor mean, Tensor invstd, Tensor count)");
+      "float? momentum, float eps, float? tag_sum=None, Tensor(d!)? verdict=None) "
+      "-> (Tensor output, Tensor mean, Tensor invstd, Tensor count)");
 
   // This rank's part of the sums over the batch that backward needs.
   //   grad_output  shape, dtype and layout of input.
   //   sums         [2C]: sum of dy per channel, sum of dy * xhat per channel, with
-  //                xhat = (x - mean) * invstd. Ranks add them up.
+  //                xhat = (x - mean) * invstd; [2C+3] with a tag. Ranks add them up.
   //   grad_weight, grad_bias [C]: the same sums of this rank alone, in weight_dtype and bias_dtype,
   //                each a floating dtype.
   m.def(
       "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-      "ScalarType weight_dtype, ScalarType bias_dtype) -> (Tensor sums, Tensor grad_weight, "
-      "Tensor grad_bias)");
+      "ScalarType weight_dtype, ScalarType bias_dtype, float? tag=None, float outlook=0) "
+      "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)");
 
   // The gradient of the input.
-  //   sums         [2C]: summed over all ranks.
+  //   sums         those of batch_norm_backward_reduce, summed over all ranks.
   //   count        [1]: number of values per channel in the whole group.
   //   grad_input   input's shape, dtype and layout:
   //                (dy - sum(dy) / count - xhat * sum(dy * xhat) / count) * weight * invstd.
+  // With tag_sum, sums are of length 2C+3 and judged as totals are in batch_norm_apply.
   m.def(
       "batch_norm_backward_apply(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-      "Tensor? weight, Tensor sums, Tensor count) -> Tensor grad_input");
+      "Tensor? weight, Tensor sums, Tensor count, float? tag_sum=None, Tensor(a!)? verdict=None) "
+      "-> Tensor grad_input");
 }

@@ -12,11 +12,12 @@ from torch import Tensor
 from syncbn import _torch_private
 
 __all__ = [
-    "AllReduceSum",
     "ProcessGroup",
+    "adds_up",
     "all_reduce_sum",
     "check_process_group",
     "group_named",
+    "is_debugging",
     "likely_device",
     "resolve_group",
 ]
@@ -24,7 +25,11 @@ __all__ = [
 # A torch that was built without distributed knows no groups.
 _AVAILABLE = dist.is_available()
 if TYPE_CHECKING or _AVAILABLE:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import (  # type: ignore[attr-defined]
+        DebugLevel,
+        ProcessGroup,
+        get_debug_level,
+    )
 else:
     ProcessGroup = Any
 
@@ -84,6 +89,19 @@ def group_named(name: str) -> ProcessGroup:
         ) from error
 
 
+def adds_up(group: ProcessGroup) -> bool:
+    """Whether the group's collectives compute: those of torch's fake backend do not."""
+    try:
+        return bool(dist.get_backend(group) != "fake")
+    except (ValueError, RuntimeError):  # a group that torch.distributed has not made
+        return True
+
+
+def is_debugging() -> bool:
+    """Whether TORCH_DISTRIBUTED_DEBUG asks for details."""
+    return bool(get_debug_level() != DebugLevel.OFF)
+
+
 def likely_device(group: ProcessGroup) -> torch.device:
     """Return where the other ranks' tensors probably are, for a rank that has none of its own."""
     backends = _torch_private.device_types(group)
@@ -91,25 +109,20 @@ def likely_device(group: ProcessGroup) -> torch.device:
     return torch.device("cuda" if on_cuda else "cpu")
 
 
-def all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten."""
+def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:
+    """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten.
+
+    With a label, profiles show the collective under ``syncbn`` and that.
+    """
+    if label:
+        with torch.profiler.record_function(f"syncbn {label}"):
+            return _all_reduce_sum(tensor, group)
+    return _all_reduce_sum(tensor, group)
+
+
+def _all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
     # A dispatch mode, such as selective checkpointing's, may keep an operator's result for later.
     if _torch_private.num_dispatch_modes() > 0:
         return _torch_private.wait(_torch_private.all_reduce(tensor, group.group_name))
     dist.all_reduce(tensor, group=group)
     return tensor
-
-
-class AllReduceSum(torch.autograd.Function):
-    """The sum over the group's ranks, differentiable to any order: its gradient is itself."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        """Sum a copy of ``tensor`` over the ranks."""
-        ctx.group = group
-        return all_reduce_sum(tensor.clone(memory_format=torch.contiguous_format), group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """Sum the gradients over the ranks."""
-        return AllReduceSum.apply(grad, ctx.group), None

@@ -12,15 +12,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import _torch_private, checks, collectives, exchange, layout, ops, passes
+from syncbn import _torch_private, checks, collectives, exchange, layout, ops, passes, tracing
+from syncbn.agreement import history_of
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
+from syncbn.identity import (
+    ANONYMOUS,
+    Identity,
+    Layer,
+    identity_from,
+    identity_named,
+    identity_of,
+)
 
 __all__ = ["train"]
 
 
 def train(
-    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: exchange.Layer
+    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer
 ) -> Tensor | None:
     """As :func:`syncbn.functional.train`, to be traced by torch.compile.
 
@@ -39,11 +48,12 @@ def train(
             return None
         # Raises when the graph runs, in the words and with the withdrawal of an eager layer.
         failed: Tensor = torch.ops.syncbn.compiled_check.default(
-            input, *arguments, group_name, exchange.layer_name(layer)
+            input, *arguments, group_name, identity_of(layer).name
         )
         return failed
+    identity = None if isinstance(layer, Identity) else layer._identity_tensor
     output: Tensor = CompiledSyncBatchNormFunction.apply(
-        layout.as_dense(input), *arguments.for_operators(), group_name
+        layout.as_dense(input), *arguments.for_operators(), group_name, identity
     )
     return output
 
@@ -77,8 +87,8 @@ def _fits_operator(input: object, arguments: Arguments) -> bool:
 class CompiledSyncBatchNormFunction(torch.autograd.Function):
     """As :class:`syncbn.functional.SyncBatchNormFunction`, to be traced by torch.compile.
 
-    Makes the same collectives. Errors do not name the layer: a graph that knew its layer's name
-    would not serve another layer.
+    Makes the same collectives. The layer's identity is a tensor: a graph that knew the name would
+    not serve another layer.
     """
 
     @staticmethod
@@ -93,13 +103,14 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         momentum: float | None,
         eps: float,
         group_name: str | None,
+        identity: Tensor | None,
     ) -> Tensor:
         """Return the normalized input; arguments as :func:`syncbn.functional.train`."""
         # A new tensor for each call: the compiler merges calls with equal arguments, such as two
         # layers on one input, and ranks that run uncompiled would wait for the second.
         call = torch.empty(0)
-        totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group_name, call)
-        totals = _sum_over_ranks(totals, group_name, "forward")
+        totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group_name, call, identity)
+        totals = _sum_over_ranks(totals, group_name, "forward", identity)
         mean, invstd, count = torch.ops.syncbn.compiled_update.default(
             totals,
             running_mean,
@@ -118,7 +129,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             shift = shift + bias
         center, scale, shift = _per_channel(dtype, input, mean, scale, shift)
         output = (layout.cast(input, dtype) - center) * scale + shift
-        ctx.save_for_backward(input, weight, mean, invstd, count)
+        ctx.save_for_backward(input, weight, mean, invstd, count, identity)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.group_name = group_name
         return layout.cast(output, input.dtype)
@@ -126,7 +137,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
-        input, weight, mean, invstd, count = ctx.saved_tensors
+        input, weight, mean, invstd, count, identity = ctx.saved_tensors
         sums, grad_weight, grad_bias = torch.ops.syncbn.compiled_backward_reduce.default(
             grad_output,
             input,
@@ -134,8 +145,10 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             invstd,
             torch.float64 if weight is None else weight.dtype,
             ctx.bias_dtype or torch.float64,
+            ctx.group_name,
+            identity,
         )
-        sums = _sum_over_ranks(sums, ctx.group_name, "backward")
+        sums = _sum_over_ranks(sums, ctx.group_name, "backward", identity)[: 2 * mean.size(0)]
         grad_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
             dtype = _compute_dtype(input)
@@ -151,16 +164,18 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             grad_input,
             None if weight is None else grad_weight,
             None if ctx.bias_dtype is None else grad_bias,
-            *(None,) * 6,
+            *(None,) * 7,
         )
 
 
-def _sum_over_ranks(message: Tensor, group_name: str | None, direction: str) -> Tensor:
+def _sum_over_ranks(
+    message: Tensor, group_name: str | None, direction: str, identity: Tensor | None
+) -> Tensor:
     """Sum a message by operators of torch's, which compilers keep, all of them and in order."""
     if group_name is None:
         return message
     reduced = _torch_private.all_reduce(message, group_name)
-    reduced = torch.ops.syncbn.compiled_wait.default(reduced, group_name, direction)
+    reduced = torch.ops.syncbn.compiled_wait.default(reduced, group_name, direction, identity)
     return _torch_private.wait(reduced)
 
 
@@ -189,7 +204,8 @@ _library.define(
 @torch.library.impl(_library, "compiled_check", "CompositeExplicitAutograd")
 def _compiled_check(input: Tensor, *values: Any) -> Tensor:
     *fields, group_name, layer_name = values
-    exchange.check(input, Arguments(*fields), _group(group_name), layer_name)
+    layer = identity_named(layer_name)
+    exchange.check(input, Arguments(*fields), _group(group_name), layer)
     raise AssertionError("the graph was compiled for arguments that fail a check")
 
 
@@ -209,43 +225,50 @@ torch.library.register_autograd("syncbn::compiled_check", _no_gradients)
 
 
 _library.define(
-    "compiled_stats(Tensor input, str? group_name, Tensor call) -> Tensor",
+    "compiled_stats(Tensor input, str? group_name, Tensor call, Tensor? identity=None) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
 @torch.library.impl(_library, "compiled_stats", "CompositeExplicitAutograd")
-def _(input: Tensor, group_name: str | None, call: Tensor) -> Tensor:
-    group = _group(group_name)
-    with exchange.guard(group, "", input):
-        message = ops.batch_norm_stats(layout.as_dense(input))
-    if group is not None:
-        exchange.compare_sizes(message, group, layer="")
+def _(
+    input: Tensor, group_name: str | None, call: Tensor, identity: Tensor | None = None
+) -> Tensor:
+    _, message, _ = exchange.start_forward(input, _group(group_name), identity_from(identity))
     return message
 
 
 @torch.library.register_fake("syncbn::compiled_stats")
-def _(input: Tensor, group_name: str | None, call: Tensor) -> Tensor:
-    return ops.batch_norm_stats(input)
+def _(
+    input: Tensor, group_name: str | None, call: Tensor, identity: Tensor | None = None
+) -> Tensor:
+    return ops.batch_norm_stats(input, None if group_name is None else 0.0)
 
 
-# Waits for a collective, whose failure it puts into words.
-_library.define("compiled_wait(Tensor reduced, str group_name, str direction) -> Tensor")
+# Waits for a collective and judges its sums, of which it returns all but the announcement.
+_library.define(
+    "compiled_wait(Tensor reduced, str group_name, str direction, Tensor? identity=None) -> Tensor"
+)
 
 
 @torch.library.impl(_library, "compiled_wait", "CompositeExplicitAutograd")
-def _(reduced: Tensor, group_name: str, direction: str) -> Tensor:
-    try:
-        waited = _torch_private.wait(reduced)
-    except RuntimeError as error:
-        group = collectives.group_named(group_name)
-        raise exchange.communication_error(error, group, "", direction) from error
-    return waited.clone()  # an operator returns what is new
+def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None = None) -> Tensor:
+    group = collectives.group_named(group_name)
+    if direction == "forward":
+        direction = tracing.forward_direction()
+    record = history_of(group).record(identity_from(identity), direction)
+    totals = exchange.wait(reduced, group, record)
+    if not totals.is_cuda:
+        exchange.judge(totals, group, record)
+        return totals[:-2].clone()  # an operator returns what is new
+    # Never waits for the device: sums that are not sound become NaN.
+    sound = totals[-2] == record.history.sum_of(record.tag, group)
+    return torch.where(sound, totals[:-2], torch.nan)
 
 
 @torch.library.register_fake("syncbn::compiled_wait")
-def _(reduced: Tensor, group_name: str, direction: str) -> Tensor:
-    return torch.empty_like(reduced)
+def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None = None) -> Tensor:
+    return reduced.new_empty(reduced.size(0) - 2)
 
 
 def _group(name: str | None) -> ProcessGroup | None:
@@ -278,7 +301,8 @@ def _(
     no_input = totals.new_empty((0, totals.numel() // 2), dtype=input_dtype)
     running = (running_mean, running_var, num_batches_tracked, momentum)
     arguments = Arguments(None, None, *running, eps)
-    _, *statistics = passes.normalize(no_input, totals, arguments, _group(group_name), layer="")
+    group = _group(group_name)
+    _, *statistics = passes.normalize(no_input, totals, arguments, group, ANONYMOUS, None)
     mean, invstd, count = statistics
     return mean, invstd, count
 
@@ -291,22 +315,51 @@ def _(totals: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 _library.define(
     "compiled_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-    "ScalarType weight_dtype, ScalarType bias_dtype) "
+    "ScalarType weight_dtype, ScalarType bias_dtype, str? group_name=None, Tensor? identity=None) "
     "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
 @torch.library.impl(_library, "compiled_backward_reduce", "CompositeExplicitAutograd")
-def _(grad_output: Tensor, input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    input = layout.as_dense(input)
-    grad_output = layout.as_dense(grad_output, like=input)
-    return ops.batch_norm_backward_reduce(grad_output, input, *values)
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    group_name: str | None = None,
+    identity: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _, sums, grad_weight, grad_bias, _ = exchange.start_backward(
+        grad_output,
+        layout.as_dense(input),
+        mean,
+        invstd,
+        weight_dtype,
+        bias_dtype,
+        _group(group_name),
+        identity_from(identity),
+    )
+    return sums, grad_weight, grad_bias
 
 
 @torch.library.register_fake("syncbn::compiled_backward_reduce")
-def _(*values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return ops.batch_norm_backward_reduce(*values)
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    group_name: str | None = None,
+    identity: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tag = None if group_name is None else 0.0
+    return ops.batch_norm_backward_reduce(
+        grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag
+    )
 
 
 # Does nothing. Inductor, told that it changes the values, computes them before it and not again for

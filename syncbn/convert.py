@@ -146,7 +146,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
             return layer
         converted_from = getattr(layer, "_converted_from", None)
         new: nn.Module = _torch_private.with_class(layer, converted_from or BatchNorm)
-        for attribute in ("process_group", "_name", "_converted_from"):
+        for attribute in ("process_group", "_identity", "_identity_tensor", "_converted_from"):
             new.__dict__.pop(attribute, None)
         return new
 

@@ -1,201 +1,189 @@
-"""Messages between ranks: the sums of a pass, sizes, withdrawals, and the words of their errors."""
+"""Messages between ranks: the sums of a pass, and withdrawals."""
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
-from types import TracebackType
-from typing import Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from syncbn import _torch_private, checks, collectives, layout, ops
+from syncbn import (
+    _torch_private,
+    agreement,
+    checks,
+    collectives,
+    errors,
+    layout,
+    ops,
+    reports,
+    tracing,
+)
+from syncbn.agreement import Record, history_of
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
+from syncbn.identity import Identity
 
 __all__ = [
-    "Layer",
     "check",
-    "communication_error",
-    "compare_sizes",
-    "find_size_mismatch",
-    "guard",
-    "layer_name",
+    "judge",
+    "judge_for",
+    "start_backward",
+    "start_forward",
     "sum_over_ranks",
     "sum_statistics",
-    "with_layer_and_rank",
+    "sum_values",
+    "wait",
 ]
 
-# Errors that are raised again, with the layer and the rank in their text.
-_REWRITTEN = (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError)
 
-
-class _Named(Protocol):
-    _name: str
-
-
-# A layer in errors: its name, or the layer itself under torch.compile, where reading the name would
-# add a guard and compile the graph again for each layer.
-Layer = str | _Named
+# A pass: its message, whether the ranks can meet, the sum.
 
 
 def sum_statistics(
-    input: Tensor, group: ProcessGroup | None, layer: Layer, arguments: Arguments | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the input, dense, and its message of :func:`syncbn.ops.batch_norm_stats`, summed.
+    input: Tensor,
+    group: ProcessGroup | None,
+    layer: Identity,
+    arguments: Arguments | None = None,
+) -> tuple[Tensor, Tensor, Record | None]:
+    """Return the input, dense, its message summed, and the record of the pass in the group.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: As :func:`start_forward` and
+            :func:`sum_over_ranks`.
+    """
+    dense, message, record = start_forward(input, group, layer, arguments)
+    if group is not None and record is not None:
+        message = sum_over_ranks(message, group, record)
+    return dense, message, record
+
+
+def start_forward(
+    input: Tensor,
+    group: ProcessGroup | None,
+    layer: Identity,
+    arguments: Arguments | None = None,
+) -> tuple[Tensor, Tensor, Record | None]:
+    """Return the input, dense, its message of :func:`syncbn.ops.batch_norm_stats`, and the record.
 
     A rank that fails a check of ``arguments``, if they are given, or runs out of memory withdraws.
 
     Raises:
-        TypeError, ValueError, NotImplementedError: As :func:`check` and :func:`compare_sizes`.
-        RuntimeError: The collective failed.
+        TypeError, ValueError, NotImplementedError: As :func:`check`; another rank's message has
+            another size; in DistributedDataParallel.join().
+        RuntimeError: The ranks run different passes; another rank has withdrawn or left.
     """
-    with guard(group, layer, input, arguments):
+    direction = tracing.forward_direction()
+    try:
         if arguments is not None:
             checks.check_training(input, arguments, alone=group is None)
         dense = layout.as_dense(input)
-        totals = ops.batch_norm_stats(dense)
-    if group is not None:
-        compare_sizes(totals, group, layer)
-        totals = sum_over_ranks(totals, group, layer, "forward")
-    return dense, totals
+        if group is None:
+            return dense, ops.batch_norm_stats(dense), None
+        if dense.is_cuda:
+            _look_back(group, dense.device)
+        record = history_of(group).record(layer, direction)
+        message = ops.batch_norm_stats(dense, record.tag, record.outlook)
+    except Exception as error:
+        raise _withdraw(error, group, layer, direction, input, arguments) from None
+    _check_join(group, layer)
+    _enter(message, group, record)
+    return dense, message, record
 
 
-def sum_over_ranks(message: Tensor, group: ProcessGroup, layer: Layer, direction: str) -> Tensor:
-    """Sum the ``direction`` message of a layer over the ranks.
+def start_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    group: ProcessGroup | None,
+    layer: Identity,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Record | None]:
+    """Return grad_output, dense; the results of batch_norm_backward_reduce; and the record.
+
+    A rank that runs out of memory withdraws.
+
+    Raises:
+        RuntimeError: As :func:`start_forward`.
+    """
+    try:
+        grad_output = layout.as_dense(grad_output, like=input)
+        dtypes = (weight_dtype, bias_dtype)
+        if group is None:
+            results = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, *dtypes)
+            return grad_output, *results, None
+        if input.is_cuda:
+            _look_back(group, input.device)
+        record = history_of(group).record(layer, "backward")
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
+            grad_output, input, mean, invstd, *dtypes, record.tag, record.outlook
+        )
+    except Exception as error:
+        raise _withdraw(error, group, layer, "backward", input, None) from None
+    _enter(sums, group, record)
+    return grad_output, sums, grad_weight, grad_bias, record
+
+
+def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
+    """Sum a vector over the ranks for a backward pass that is itself to be differentiated.
+
+    Raises:
+        NotImplementedError, RuntimeError: As :func:`sum_over_ranks`.
+    """
+    record = history_of(group).record(layer, "double backward")
+    end = values.new_tensor([0.0, record.tag, record.outlook])
+    message = torch.cat([values, end])
+    _enter(message, group, record)
+    totals = sum_over_ranks(message, group, record)
+    judge(totals, group, record)
+    return totals[:-3]
+
+
+def sum_over_ranks(message: Tensor, group: ProcessGroup, record: Record) -> Tensor:
+    """Sum the message of a pass over the ranks; what they say at its end is not looked at.
 
     Raises:
         NotImplementedError: In a batch of gradients.
         RuntimeError: The collective failed; the error names the layer and the rank.
     """
     try:
-        return collectives.all_reduce_sum(message, group)
+        label = str(record) if record.history.label else ""
+        totals = collectives.all_reduce_sum(message, group, label)
     except RuntimeError as error:
-        if "Batching rule not implemented" in str(error):
-            words = "gradients of several ranks cannot be batched; leave out is_grads_batched=True"
-            raise with_layer_and_rank(NotImplementedError(words), layer, group) from error
-        raise communication_error(error, group, layer, direction) from error
+        raise errors.of_collective(error, group, record) from error
+    record.history.hear(record, totals)
+    return totals
 
 
-def check(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer) -> None:
-    """Make the checks of a training pass; a rank that fails one withdraws."""
-    with guard(group, layer, input, arguments):
-        checks.check_training(input, arguments, alone=group is None)
-
-
-class guard:
-    """Context in which an error withdraws this rank from the forward pass of the others.
-
-    They fail at once then instead of waiting. The error gets the layer and the rank into its words.
-    Belongs around the code before the forward collective, never around the collective. An interrupt
-    does not withdraw: it must not wait for the others.
-    """
-
-    __slots__ = ("arguments", "group", "input", "layer")
-
-    def __init__(
-        self,
-        group: ProcessGroup | None,
-        layer: Layer,
-        input: object,
-        arguments: Arguments | None = None,
-    ) -> None:
-        self.group, self.layer = group, layer
-        self.input, self.arguments = input, arguments
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        if not isinstance(error, Exception):
-            return
-        if self.group is not None:
-            _withdraw_if_size_is_known(self.group, self.input, self.arguments)
-        if type(error) in _REWRITTEN:
-            raise with_layer_and_rank(error, self.layer, self.group) from None
-
-
-# Sizes: ranks whose messages differ in size crash (gloo) or hang (NCCL) inside the collective.
-
-
-class _SizesSeen:
-    """The message sizes that a group has compared, and how many groups have had its name."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        name = ""
-        with contextlib.suppress(RuntimeError):  # torch.distributed gives its groups names
-            name = str(group.group_name)
-        _groups_named[name] += 1
-        self.generation = _groups_named[name]
-        self.sizes: list[int] = []
-
-
-_sizes_seen: WeakKeyDictionary[ProcessGroup, _SizesSeen] = WeakKeyDictionary()
-_groups_named: Counter[str] = Counter()
-
-
-def compare_sizes(message: Tensor, group: ProcessGroup, layer: Layer) -> None:
-    """Check that the ranks of a forward pass can meet in its collective.
-
-    Raises:
-        NotImplementedError: Under DistributedDataParallel.join(), on all ranks.
-        RuntimeError: The ranks cannot compare their sizes.
-        ValueError: Another rank's message to this group has another size.
-    """
-    _check_join(group, layer)
-    size = message.numel()
+def wait(reduced: Tensor, group: ProcessGroup, record: Record) -> Tensor:
+    """Wait for a collective that a graph has started; otherwise as :func:`sum_over_ranks`."""
     try:
-        other = find_size_mismatch(group, size, message.device)
+        totals = _torch_private.wait(reduced)
     except RuntimeError as error:
-        raise communication_error(error, group, layer, "forward") from error
-    if other is not None:
-        _send_withdrawal(group, other, message.device)
-        raise ValueError(
-            f"expected the same channels on all ranks, but this rank normalizes "
-            f"{(size - 1) // 2} while another normalizes {(other - 1) // 2}; the ranks run "
-            f"different layers{_layer_and_rank(layer, group)}"
-        )
+        raise errors.of_collective(error, group, record) from error
+    record.history.hear(record, totals)
+    return totals
 
 
-def find_size_mismatch(group: ProcessGroup, size: int, device: torch.device) -> int | None:
-    """Before a group's first message of this size, compare it with that of other ranks.
-
-    The first rank to come writes its size to the group's store, the others compare. Asks the store
-    once for each new size, sends no collective, and waits for no other rank.
-
-    Ranks compare if they have compared the same sizes before, in the same group (a later one may
-    have its name and its store), and if their backends have counted the same number of operations.
-    Sends between some ranks make these numbers differ; such ranks do not compare.
-
-    Returns:
-        The size that another rank sends, if it differs.
-    """
-    seen = _sizes_seen.get(group)
-    if seen is None:
-        seen = _sizes_seen[group] = _SizesSeen(group)
-    if size in seen.sizes:
-        return None
-    compared = "-".join(map(str, seen.sizes))
-    seen.sizes.append(size)
+def _enter(message: Tensor, group: ProcessGroup, record: Record) -> None:
+    """Go on if the other ranks are to send messages of the same size, as far as is known."""
+    history = record.history
     try:
-        number = _torch_private.count_operations(group, device)
-    except RuntimeError:  # a backend that does not number its collectives
-        return None
-    store = group.get_group_store()
-    if store is None:  # MPI has none
-        return None
-    key = f"syncbn/{seen.generation}/{number}/{compared}"
-    first = int(store.compare_set(key, "", str(size)))
-    return None if first == size else first
+        other = history.enter(record, message.numel(), group, message.device)
+    except (ops.PassesDifferError, ops.WithdrawnError) as error:
+        raise errors.of_pass(error, record.layer, group, record) from None
+    except RuntimeError as error:
+        raise errors.of_collective(error, group, record) from error
+    if other is None:
+        return
+    different = errors.of_report(other, group, record)
+    if other.size:
+        reports.leave(group, history, different)
+        _send_withdrawal(group, other.size, message.device)
+    raise different
 
 
-def _check_join(group: ProcessGroup, layer: Layer) -> None:
+def _check_join(group: ProcessGroup, layer: Identity) -> None:
     """Raise NotImplementedError in a forward pass under DistributedDataParallel.join().
 
     A rank that has run out of inputs stands in for the others' gradients there, but not for the
@@ -209,37 +197,122 @@ def _check_join(group: ProcessGroup, layer: Layer) -> None:
             "empty batches instead, or call join(throw_on_early_termination=True) to end all ranks "
             "together"
         )
-        raise with_layer_and_rank(NotImplementedError(words), layer, group)
+        raise errors.with_layer_and_rank(NotImplementedError(words), layer, group)
+
+
+# Verdicts: whether all ranks have made the same pass and none has withdrawn.
+
+
+def judge(totals: Tensor, group: ProcessGroup, record: Record) -> None:
+    """Raise RuntimeError unless all ranks have made this pass; nothing for CUDA tensors."""
+    if not totals.is_cpu:
+        return
+    try:
+        agreement.check_sound(totals, record.history.sum_of(record.tag, group))
+    except (ops.PassesDifferError, ops.WithdrawnError) as error:
+        raise errors.of_pass(error, record.layer, group, record) from None
+
+
+def judge_for(
+    totals: Tensor, group: ProcessGroup | None, record: Record | None
+) -> tuple[float | None, Tensor | None]:
+    """Return ``tag_sum`` and ``verdict`` of the operators that take sums over all ranks."""
+    if group is None or record is None:
+        return None, None
+    history = record.history
+    verdict = history.verdict(totals.device) if totals.is_cuda else None
+    return history.sum_of(record.tag, group), verdict
+
+
+def _look_back(group: ProcessGroup, device: torch.device) -> None:
+    """Raise RuntimeError if an earlier pass on this CUDA device was not sound.
+
+    Operators on CUDA do not wait for the device: what they have found is read one pass late.
+    """
+    verdict = history_of(group).verdicts.get(device)
+    if verdict is None or verdict[0] == 0:
+        return
+    found = verdict.item()
+    verdict.zero_()
+    what = (
+        "another rank of the process group withdrew from it because of an error"
+        if found < 0
+        else "another rank made another pass in its place"
+    )
+    tag = round(abs(found) / group.size())
+    raise RuntimeError(
+        f"{agreement.describe(tag)} gave NaN: {what}; said one pass later, because CUDA is not "
+        "waited for"
+    )
 
 
 # Withdrawal: a message whose count is NaN, in place of the one that the other ranks wait for.
 
 
-def _withdraw_if_size_is_known(
-    group: ProcessGroup, input: object, arguments: Arguments | None
-) -> None:
-    """Send a withdrawal, if parameters, buffers or the input tell the size of the message."""
-    vectors: tuple[object, ...] = () if arguments is None else arguments.vectors
-    num_features = None if arguments is None else arguments.num_features
-    tensors = [tensor for tensor in (*vectors, input) if isinstance(tensor, Tensor)]
-    if num_features is None:
-        if tensors and tensors[0] is not input and tensors[0].dim() == 1:
-            num_features = tensors[0].size(0)
-        elif isinstance(input, Tensor) and input.dim() > 1 and not input.is_nested:
-            num_features = input.size(1)
-    if num_features is not None:
-        device = tensors[0].device if tensors else collectives.likely_device(group)
-        _send_withdrawal(group, 2 * num_features + 1, device)
+def check(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity) -> None:
+    """Make the checks of a training pass; a rank that fails one withdraws.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`syncbn.checks.check_training`.
+    """
+    try:
+        checks.check_training(input, arguments, alone=group is None)
+    except Exception as error:
+        raise _withdraw(error, group, layer, "forward", input, arguments) from None
+
+
+def _withdraw(
+    error: Exception,
+    group: ProcessGroup | None,
+    layer: Identity,
+    direction: str,
+    input: object,
+    arguments: Arguments | None,
+) -> Exception:
+    """Withdraw this rank from the pass of the others, which fail at once instead of waiting.
+
+    Belongs to the code before the collective, never to the collective. An interrupt does not
+    withdraw: it must not wait for the others.
+
+    Returns:
+        The error, with the layer and the rank in its words.
+    """
+    if group is not None:
+        tensors = [] if arguments is None else list(arguments.vectors)
+        known = [tensor for tensor in (*tensors, input) if isinstance(tensor, Tensor)]
+        device = known[0].device if known else collectives.likely_device(group)
+        channels = _count_channels(input, arguments)
+        size = None if channels is None else 2 * channels + 3
+        history = history_of(group)
+        # An error in here must not hide that of the rank.
+        with _no_trace(), contextlib.suppress(RuntimeError, ValueError):
+            history.num_passes += 1
+            words = reports.leave(group, history, error)
+            size = history.leave(size, words, group, device)
+            if size:
+                _send_withdrawal(group, size, device)
+        history.forget()
+    return errors.with_layer_and_rank(error, layer, group)
+
+
+def _count_channels(input: object, arguments: Arguments | None) -> int | None:
+    """Return the C of a layer's message, from parameters, buffers or the input."""
+    if arguments is not None:
+        if arguments.num_features is not None:
+            return arguments.num_features
+        for vector in arguments.vectors:
+            if isinstance(vector, Tensor) and vector.dim() == 1:
+                return vector.size(0)
+    if isinstance(input, Tensor) and input.dim() > 1 and not input.is_nested:
+        return input.size(1)
+    return None
 
 
 def _send_withdrawal(group: ProcessGroup, size: int, device: torch.device) -> None:
-    """Take part in the forward collective of the other ranks with a count of NaN.
-
-    An error in here must not hide that of the rank.
-    """
-    with _no_trace(), contextlib.suppress(RuntimeError, ValueError):
-        message = torch.zeros(size, dtype=torch.float64, device=device)
-        message[-1] = torch.nan
+    """Take part in the collective of the other ranks with a count of NaN."""
+    message = torch.zeros(size, dtype=torch.float64, device=device)
+    message[-3] = torch.nan
+    with contextlib.suppress(RuntimeError, ValueError):
         collectives.all_reduce_sum(message, group)
 
 
@@ -255,36 +328,3 @@ def _no_trace() -> Iterator[None]:
         yield
     finally:
         _torch_private.set_jit_tracing_state(state)
-
-
-# Words.
-
-
-def layer_name(layer: Layer) -> str:
-    """Return the name of a layer in its model; empty if unknown."""
-    return layer if isinstance(layer, str) else layer._name
-
-
-def with_layer_and_rank(error: Exception, layer: Layer, group: ProcessGroup | None) -> Exception:
-    """Return the error with the layer and the rank at the end of its text."""
-    return type(error)(f"{error}{_layer_and_rank(layer, group)}")
-
-
-def communication_error(
-    error: RuntimeError, group: ProcessGroup, layer: Layer, direction: str
-) -> RuntimeError:
-    """Return the error of a collective that failed, with what may have happened and where."""
-    return RuntimeError(
-        f"the {direction} all-reduce of a SyncBatchNorm layer failed: another rank has failed, "
-        "left, did not come in time or runs another layer; look at the first error of the other "
-        "ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what they do"
-        f"{_layer_and_rank(layer, group)}: {error}"
-    )
-
-
-def _layer_and_rank(layer: Layer, group: ProcessGroup | None) -> str:
-    """Return which layer and rank this is, in brackets to follow a message; empty if unknown."""
-    rank = "" if group is None else f"rank {group.rank()} of {group.size()}"
-    name = layer_name(layer)
-    known = ", ".join(part for part in (f"layer {name!r}" if name else "", rank) if part)
-    return f" [{known}]" if known else ""

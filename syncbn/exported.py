@@ -12,12 +12,13 @@ from syncbn import collectives, exchange, layout, local, passes, tracing
 from syncbn import compiled as compiled  # registers compiled_update
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
+from syncbn.identity import Identity, identity_named
 
 __all__ = ["train"]
 
 
 def train(
-    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: exchange.Layer
+    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity
 ) -> Tensor:
     """As :func:`syncbn.functional.train`: alone torch's own operator, in a group one of ours."""
     exchange.check(input, arguments, group, layer)
@@ -33,7 +34,7 @@ def train(
     weight, bias, *running, momentum, eps = arguments.for_operators()
     output: Tensor
     output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
-        input, weight, bias, eps, group.group_name
+        input, weight, bias, eps, group.group_name, layer.name
     )
     torch.ops.syncbn.compiled_update.default(
         totals.detach(), *running, momentum, eps, input.dtype, group.group_name
@@ -47,25 +48,38 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 _library = torch.library.Library("syncbn", "FRAGMENT")
 _library.define(
-    "exported_batch_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, str group_name)"
+    "exported_batch_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, str group_name, "
+    "str layer_name='')"
     " -> (Tensor output, Tensor totals, Tensor mean, Tensor invstd, Tensor count)"
 )
 
 
 @torch.library.impl(_library, "exported_batch_norm", "CompositeExplicitAutograd")
 def _(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group_name: str
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    group_name: str,
+    layer_name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     group = collectives.group_named(group_name)
-    dense, totals = exchange.sum_statistics(input, group, layer="")
+    layer = identity_named(layer_name)
+    dense, totals, record = exchange.sum_statistics(input, group, layer)
     arguments = Arguments(weight, bias, None, None, None, 0.0, eps)
-    output, mean, invstd, count = passes.normalize(dense, totals, arguments, group, layer="")
-    return output, totals, mean, invstd, count
+    output, *statistics = passes.normalize(dense, totals, arguments, group, layer, record)
+    mean, invstd, count = statistics
+    return output, totals[:-2].clone(), mean, invstd, count
 
 
 @torch.library.register_fake("syncbn::exported_batch_norm")
 def _(
-    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group_name: str
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    group_name: str,
+    layer_name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels = input.size(1)
     output = torch.empty_like(layout.as_dense(input))
@@ -75,7 +89,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, weight, bias, ctx.eps, ctx.group_name = inputs
+    input, weight, bias, ctx.eps, ctx.group_name, ctx.layer_name = inputs
     _, _, *statistics = output
     ctx.save_for_backward(input, weight, *statistics)
     ctx.bias_dtype = None if bias is None else bias.dtype
@@ -89,10 +103,10 @@ def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None,
         ctx.bias_dtype,
         ctx.eps,
         collectives.group_named(ctx.group_name),
-        "",
+        identity_named(ctx.layer_name),
         ctx.needs_input_grad[0],
     )
-    return *gradients, None, None
+    return *gradients, None, None, None
 
 
 torch.library.register_autograd("syncbn::exported_batch_norm", _backward, setup_context=_save)

@@ -10,14 +10,17 @@ from syncbn import (
     checks,
     collectives,
     compiled,
+    errors,
     exchange,
     exported,
     local,
     passes,
     tracing,
 )
+from syncbn.agreement import Record
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
+from syncbn.identity import ANONYMOUS, Identity, Layer, identity_of
 
 __all__ = ["sync_batch_norm"]
 
@@ -87,7 +90,7 @@ def sync_batch_norm(
     return train(input, arguments, process_group)
 
 
-def evaluate(input: Tensor, arguments: Arguments, layer: exchange.Layer = "") -> Tensor:
+def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> Tensor:
     """Normalize without communication, by running statistics or, without them, by the batch's.
 
     The operator is torch's own, so that exporters and compilers see what they know. ``layer``
@@ -99,7 +102,7 @@ def evaluate(input: Tensor, arguments: Arguments, layer: exchange.Layer = "") ->
     try:
         checks.check_evaluation(input, arguments)
     except (TypeError, ValueError) as error:
-        raise exchange.with_layer_and_rank(error, layer, None) from None
+        raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
     return local.evaluate(input, arguments)
 
 
@@ -107,7 +110,7 @@ def train(
     input: Tensor,
     arguments: Arguments,
     process_group: ProcessGroup | None,
-    layer: exchange.Layer = "",
+    layer: Layer = ANONYMOUS,
 ) -> Tensor:
     """Normalize by the group's batch statistics and update the running ones.
 
@@ -116,9 +119,9 @@ def train(
     try:
         group = collectives.resolve_group(process_group)
     except (TypeError, ValueError) as error:
-        raise exchange.with_layer_and_rank(error, layer, None) from None
+        raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
     if tracing.is_recorded():
-        return exported.train(input, arguments, group, layer)
+        return exported.train(input, arguments, group, identity_of(layer))
     output: Tensor
     # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
     # this one calls, and they would find a compiler.
@@ -128,9 +131,12 @@ def train(
             return traced
         output = _train_uncompiled(input, arguments, process_group, layer)
         return output
-    dense, totals = exchange.sum_statistics(input, group, layer, arguments)
+    identity = identity_of(layer)
+    dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
     weight, bias, *_ = arguments
-    output = SyncBatchNormFunction.apply(dense, weight, bias, totals, arguments, group, layer)
+    output = SyncBatchNormFunction.apply(
+        dense, weight, bias, totals, arguments, group, identity, record
+    )
     return output
 
 
@@ -157,13 +163,16 @@ class SyncBatchNormFunction(torch.autograd.Function):
         totals: Tensor,
         arguments: Arguments,
         group: ProcessGroup | None,
-        layer: exchange.Layer,
+        layer: Identity,
+        record: Record | None,
     ) -> Tensor:
         """Return the normalized input.
 
         Weight and bias are given beside ``arguments``, in which autograd does not look for them.
         """
-        output, mean, invstd, count = passes.normalize(input, totals, arguments, group, layer)
+        output, mean, invstd, count = passes.normalize(
+            input, totals, arguments, group, layer, record
+        )
         # Never the running statistics or the bias: they may change before backward (a network
         # that runs twice, an optimizer step), and nothing here needs their old values.
         ctx.save_for_backward(input, weight, mean, invstd, count)
@@ -191,4 +200,4 @@ class SyncBatchNormFunction(torch.autograd.Function):
             ctx.layer,
             ctx.needs_input_grad[0],
         )
-        return *gradients, None, None, None, None
+        return *gradients, None, None, None, None, None

@@ -9,11 +9,12 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from syncbn import _torch_private, checks, collectives, exchange, functional
+from syncbn import _torch_private, checks, collectives, errors, functional
 from syncbn._torch_private import BatchNormBase
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
+from syncbn.identity import ANONYMOUS, Identity
 
 __all__ = ["BatchNorm", "ModuleT", "SyncBatchNorm", "SyncBatchNormAct"]
 
@@ -81,9 +82,11 @@ class SyncBatchNorm(BatchNormBase):
         tensor([0.2000, 0.3000])
     """
 
-    # From conversion: the layer's name in its model, and the class that revert restores.
-    _name: str = ""
+    # From conversion: the class that revert restores.
     _converted_from: type[nn.Module] | None = None
+    # Of pickles without one.
+    _identity = ANONYMOUS
+    _identity_tensor = ANONYMOUS.as_tensor()
 
     qconfig = WarnOnForeignConversion()
 
@@ -110,6 +113,17 @@ class SyncBatchNorm(BatchNormBase):
         if affine and not bias:
             self.register_parameter("bias", None)
         self.process_group = process_group
+        self._name = ""
+
+    @property
+    def _name(self) -> str:
+        """The layer's name in its model, from conversion; empty if unknown."""
+        return self._identity.name
+
+    @_name.setter
+    def _name(self, name: str) -> None:
+        self._identity = Identity(name)
+        self._identity_tensor = self._identity.as_tensor()
 
     def reset_parameters(self) -> None:
         """Set weight and bias to 1 and 0, and reset the running statistics."""
@@ -125,7 +139,7 @@ class SyncBatchNorm(BatchNormBase):
             recorded = _record_call(self, SyncBatchNorm.forward, input)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
-        layer = self if torch.compiler.is_compiling() else self._name  # see exchange.Layer
+        layer = self if torch.compiler.is_compiling() else self._identity  # see identity.Layer
         has_running = self.track_running_stats or not self.training
         counter = self.num_batches_tracked if self.track_running_stats and self.training else None
         arguments = Arguments(
@@ -146,7 +160,9 @@ class SyncBatchNorm(BatchNormBase):
     def __prepare_scriptable__(self) -> NoReturn:
         """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""
         words = "TorchScript cannot hold a SyncBatchNorm layer; call syncbn.revert_sync_batchnorm"
-        raise exchange.with_layer_and_rank(NotImplementedError(f"{words} first"), self._name, None)
+        raise errors.with_layer_and_rank(
+            NotImplementedError(f"{words} first"), self._identity, None
+        )
 
     @overload
     @classmethod

@@ -9,6 +9,8 @@ from torch import Tensor
 from syncbn import _extension as _extension  # registers the operators
 
 __all__ = [
+    "PassesDifferError",
+    "WithdrawnError",
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_reduce",
@@ -22,22 +24,38 @@ _batch_norm_backward_reduce = torch.ops.syncbn.batch_norm_backward_reduce.defaul
 _batch_norm_backward_apply = torch.ops.syncbn.batch_norm_backward_apply.default
 
 
-def _in_torchs_type(error: RuntimeError) -> RuntimeError:
-    """Return an error of an operator in the class that programs look for: out of memory on CUDA.
+class WithdrawnError(RuntimeError):
+    """Sums over all ranks hold the message of a rank that has withdrawn."""
 
-    Operators against the stable ABI raise RuntimeError and nothing else.
-    """
-    if str(error).startswith("CUDA out of memory."):
-        return torch.OutOfMemoryError(str(error))
+
+class PassesDifferError(RuntimeError):
+    """Sums over all ranks hold messages of different passes."""
+
+
+# Operators against the stable ABI raise RuntimeError and nothing else.
+_CLASSES = {
+    "CUDA out of memory.": torch.OutOfMemoryError,  # which programs look for
+    "another rank of the process group withdrew": WithdrawnError,
+    "the ranks of the process group run different passes": PassesDifferError,
+}
+
+
+def _in_its_class(error: RuntimeError) -> RuntimeError:
+    for beginning, kind in _CLASSES.items():
+        if str(error).startswith(beginning):
+            return kind(str(error))
     return error
 
 
-def batch_norm_stats(input: Tensor) -> Tensor:
-    """Compute this rank's message: sum of x, sum of x² and number of values, float64 [2C+1]."""
+def batch_norm_stats(input: Tensor, tag: float | None = None, outlook: float = 0.0) -> Tensor:
+    """Compute this rank's message: sum of x, sum of x² and number of values, float64 [2C+1].
+
+    With a tag [2C+3], ending with tag and outlook.
+    """
     try:
-        message: Tensor = _batch_norm_stats(input)
+        message: Tensor = _batch_norm_stats(input, tag, outlook)
     except RuntimeError as error:
-        raise _in_torchs_type(error) from None
+        raise _in_its_class(error) from None
     return message
 
 
@@ -51,6 +69,8 @@ def batch_norm_apply(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
+    tag_sum: float | None = None,
+    verdict: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize, and update the running statistics: output, mean [C], invstd [C], count [1].
 
@@ -62,10 +82,20 @@ def batch_norm_apply(
         counter = tracked.to(torch.int64)
     try:
         results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_apply(
-            input, totals, weight, bias, running_mean, running_var, counter, momentum, eps
+            input,
+            totals,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            counter,
+            momentum,
+            eps,
+            tag_sum,
+            verdict,
         )
     except RuntimeError as error:
-        raise _in_torchs_type(error) from None
+        raise _in_its_class(error) from None
     if tracked is not None and counter is not None and counter is not tracked:
         tracked.copy_(counter)
     return results
@@ -78,14 +108,19 @@ def batch_norm_backward_reduce(
     invstd: Tensor,
     weight_dtype: torch.dtype = torch.float64,
     bias_dtype: torch.dtype = torch.float64,
+    tag: float | None = None,
+    outlook: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute this rank's sums of dy and dy·xhat, float64 [2C], and grad_weight, grad_bias [C]."""
+    """Compute this rank's sums of dy and dy·xhat, float64 [2C], and grad_weight, grad_bias [C].
+
+    With a tag the sums are [2C+3], ending with 0, tag and outlook.
+    """
     try:
         results: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, weight_dtype, bias_dtype
+            grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook
         )
     except RuntimeError as error:
-        raise _in_torchs_type(error) from None
+        raise _in_its_class(error) from None
     return results
 
 
@@ -97,26 +132,29 @@ def batch_norm_backward_apply(
     weight: Tensor | None,
     sums: Tensor,
     count: Tensor,
+    tag_sum: float | None = None,
+    verdict: Tensor | None = None,
 ) -> Tensor:
     """Compute the gradient of the input from the sums of the whole group."""
     try:
         grad_input: Tensor = _batch_norm_backward_apply(
-            grad_output, input, mean, invstd, weight, sums, count
+            grad_output, input, mean, invstd, weight, sums, count, tag_sum, verdict
         )
     except RuntimeError as error:
-        raise _in_torchs_type(error) from None
+        raise _in_its_class(error) from None
     return grad_input
 
 
 # Their results never require a gradient: the callers give it.
 _library = torch.library.Library("syncbn", "IMPL", "Autograd")
-for _name in __all__:
-    _library.impl(_name, torch.library.fallthrough_kernel)
+for _name in ("stats", "apply", "backward_reduce", "backward_apply"):
+    _library.impl(f"batch_norm_{_name}", torch.library.fallthrough_kernel)
 
 
 @torch.library.register_fake("syncbn::batch_norm_stats")
-def _(input: Tensor) -> Tensor:
-    return input.new_empty(2 * input.size(1) + 1, dtype=torch.float64)
+def _(input: Tensor, tag: float | None = None, outlook: float = 0.0) -> Tensor:
+    size = 2 * input.size(1) + (1 if tag is None else 3)
+    return input.new_empty(size, dtype=torch.float64)
 
 
 @torch.library.register_fake("syncbn::batch_norm_apply")
@@ -130,6 +168,8 @@ def _(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
+    tag_sum: float | None = None,
+    verdict: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     channels = input.size(1)
     return (
@@ -148,10 +188,12 @@ def _(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
+    tag: float | None = None,
+    outlook: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels = input.size(1)
     return (
-        mean.new_empty(2 * channels),
+        mean.new_empty(2 * channels + (0 if tag is None else 3)),
         mean.new_empty(channels, dtype=weight_dtype),
         mean.new_empty(channels, dtype=bias_dtype),
     )
@@ -166,5 +208,7 @@ def _(
     weight: Tensor | None,
     sums: Tensor,
     count: Tensor,
+    tag_sum: float | None = None,
+    verdict: Tensor | None = None,
 ) -> Tensor:
     return torch.empty_like(input)

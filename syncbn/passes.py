@@ -7,9 +7,11 @@ tracer recorded. A graph of torch.compile is in :mod:`syncbn.compiled`.
 import torch
 from torch import Tensor
 
-from syncbn import exchange, layout, ops, reference, tracing
+from syncbn import errors, exchange, layout, ops, reference, tracing
+from syncbn.agreement import Record
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
+from syncbn.identity import Identity
 
 __all__ = ["backward", "normalize"]
 
@@ -19,21 +21,24 @@ def normalize(
     totals: Tensor,
     arguments: Arguments,
     group: ProcessGroup | None,
-    layer: exchange.Layer,
+    layer: Identity,
+    record: Record | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return output, mean, invstd and count of a dense input: :func:`syncbn.ops.batch_norm_apply`.
 
     A recomputation leaves the running statistics alone.
 
     Raises:
-        RuntimeError: Another rank has withdrawn; the error names the layer and the rank.
+        RuntimeError: Another rank has withdrawn or makes another pass; the error names the layer
+            and the rank.
     """
     if tracing.is_recomputation():
         arguments = arguments.without_running()
+    judge = exchange.judge_for(totals, group, record)
     try:
-        return ops.batch_norm_apply(input, totals, *arguments.for_operators())
+        return ops.batch_norm_apply(input, totals, *arguments.for_operators(), *judge)
     except RuntimeError as error:
-        raise exchange.with_layer_and_rank(error, layer, group) from None
+        raise errors.of_pass(error, layer, group, record) from None
 
 
 def backward(
@@ -42,7 +47,7 @@ def backward(
     bias_dtype: torch.dtype | None,
     eps: float,
     group: ProcessGroup | None,
-    layer: exchange.Layer,
+    layer: Identity,
     needs_grad_input: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of input, weight and bias; None for what is None or not needed.
@@ -57,21 +62,33 @@ def backward(
     # Inside a backward pass, gradients are recorded exactly under create_graph=True.
     if torch.is_grad_enabled():
         grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
-            grad_output, input, weight, eps, group
+            grad_output, input, weight, eps, group, layer
         )
         grad_weight = layout.cast(grad_weight, weight_dtype)
         grad_bias = layout.cast(grad_bias, bias_dtype or torch.float64)
     else:
-        grad_output = layout.as_dense(grad_output, like=input)
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, weight_dtype, bias_dtype or torch.float64
+        grad_output, sums, grad_weight, grad_bias, record = exchange.start_backward(
+            grad_output,
+            input,
+            mean,
+            invstd,
+            weight_dtype,
+            bias_dtype or torch.float64,
+            group,
+            layer,
         )
-        if group is not None:
-            sums = exchange.sum_over_ranks(sums, group, layer, "backward")
+        if group is not None and record is not None:
+            sums = exchange.sum_over_ranks(sums, group, record)
         if needs_grad_input:
-            grad_input = ops.batch_norm_backward_apply(
-                grad_output, input, mean, invstd, weight, sums, count
-            )
+            judge = exchange.judge_for(sums, group, record)
+            try:
+                grad_input = ops.batch_norm_backward_apply(
+                    grad_output, input, mean, invstd, weight, sums, count, *judge
+                )
+            except RuntimeError as error:
+                raise errors.of_pass(error, layer, group, record) from None
+        elif group is not None and record is not None:
+            exchange.judge(sums, group, record)
     return (
         grad_input,
         None if weight is None else grad_weight,

@@ -6,10 +6,14 @@ Computes in float64 and uses no operator of ours. Tests and benchmarks compare w
 Formulas: Ioffe and Szegedy, "Batch Normalization" (2015), with the sums taken over all ranks.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from syncbn.collectives import AllReduceSum, ProcessGroup
+from syncbn import exchange
+from syncbn.collectives import ProcessGroup
+from syncbn.identity import ANONYMOUS, Identity
 
 __all__ = ["batch_norm", "batch_norm_backward"]
 
@@ -18,24 +22,39 @@ def _per_channel(values: Tensor, like: Tensor) -> Tensor:
     return values.view((1, -1) + (1,) * (like.dim() - 2))
 
 
-def _sum_over_group(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over the group's ranks, differentiable to any order: its gradient is itself."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
+        """Sum a vector over the ranks."""
+        ctx.group, ctx.layer = group, layer
+        return exchange.sum_values(values, group, layer)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Sum the gradients over the ranks."""
+        return _SumOverRanks.apply(grad, ctx.group, ctx.layer), None, None
+
+
+def _sum_over_group(values: Tensor, group: ProcessGroup | None, layer: Identity) -> Tensor:
     if group is None:
-        return tensor
-    summed: Tensor = AllReduceSum.apply(tensor, group)
+        return values
+    summed: Tensor = _SumOverRanks.apply(values, group, layer)
     return summed
 
 
 def _normalize(
-    input: Tensor, eps: float, group: ProcessGroup | None
+    input: Tensor, eps: float, group: ProcessGroup | None, layer: Identity
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return xhat in float64, 1/std per channel, and the number of values per channel."""
     dims = [d for d in range(input.dim()) if d != 1]
     x = input.double()
     local_count = x.new_full((1,), input.numel() / input.size(1))
-    totals = _sum_over_group(torch.cat([x.sum(dims), local_count]), group)
+    totals = _sum_over_group(torch.cat([x.sum(dims), local_count]), group, layer)
     count = totals[-1:].clamp(min=1)
     centered = x - _per_channel(totals[:-1] / count, x)
-    variance = _sum_over_group((centered * centered).sum(dims), group) / count
+    variance = _sum_over_group((centered * centered).sum(dims), group, layer) / count
     invstd = (variance + eps).rsqrt()
     return centered * _per_channel(invstd, x), invstd, count
 
@@ -59,7 +78,7 @@ def batch_norm(
     Returns:
         float64, shape of ``input``.
     """
-    output, _, _ = _normalize(input, eps, group)
+    output, _, _ = _normalize(input, eps, group, ANONYMOUS)
     if weight is not None:
         output = output * _per_channel(weight.double(), output)
     if bias is not None:
@@ -73,6 +92,7 @@ def batch_norm_backward(
     weight: Tensor | None,
     eps: float,
     group: ProcessGroup | None = None,
+    layer: Identity = ANONYMOUS,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of :func:`batch_norm` as differentiable expressions; three all-reduces.
 
@@ -82,16 +102,17 @@ def batch_norm_backward(
         weight: Shape [C], or None for 1.
         eps: Added to the biased variance.
         group: The ranks that share statistics, or None for this process alone.
+        layer: Whose gradients they are, for errors.
 
     Returns:
         Gradients of input (its dtype and shape; of the sum over all ranks), of weight and of bias
         (float64 [C]; of this rank alone).
     """
-    xhat, invstd, count = _normalize(input, eps, group)
+    xhat, invstd, count = _normalize(input, eps, group, layer)
     dims = [d for d in range(input.dim()) if d != 1]
     dy = grad_output.double()
     grad_bias, grad_weight = dy.sum(dims), (dy * xhat).sum(dims)
-    means = _sum_over_group(torch.cat([grad_bias, grad_weight]), group) / count
+    means = _sum_over_group(torch.cat([grad_bias, grad_weight]), group, layer) / count
     mean_dy, mean_dy_xhat = means.chunk(2)
     scale = invstd if weight is None else invstd * weight.double()
     grad_input = dy - _per_channel(mean_dy, dy) - xhat * _per_channel(mean_dy_xhat, dy)

@@ -4,7 +4,7 @@ import torch
 
 from syncbn import _torch_private
 
-__all__ = ["is_recomputation", "is_recorded"]
+__all__ = ["forward_direction", "is_recomputation", "is_recorded"]
 
 
 def is_recorded() -> bool:
@@ -26,3 +26,8 @@ def is_recomputation() -> bool:
     The first run has updated the running statistics.
     """
     return _torch_private.graph_task_id() != -1
+
+
+def forward_direction() -> str:
+    """Return what this forward pass is called between ranks."""
+    return "recomputation" if is_recomputation() else "forward"

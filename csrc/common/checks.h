@@ -6,6 +6,7 @@
 #include <string>
 
 #include "geometry.h"
+#include "message.h"
 #include "scalar_type.h"
 
 namespace syncbn {
@@ -117,6 +118,32 @@ inline void check_statistics(const char* op, const char* name, const Tensor& ten
   check_shape(op, name, tensor, size);
   SYNCBN_CHECK(tensor.scalar_type() == ScalarType::Double && tensor.is_contiguous(), op,
                ": expected ", name, " to be contiguous float64");
+}
+
+inline Announcement to_announcement(const std::optional<double>& tag, double outlook) {
+  return {tag.has_value(), tag.value_or(0), outlook};
+}
+
+inline Expectation to_expectation(const std::optional<double>& tag_sum) {
+  return {tag_sum.has_value(), tag_sum.value_or(0)};
+}
+
+// Sums over all ranks: `size` values, behind which an announcement may follow, or must if it is to
+// be judged.
+inline void check_sums(const char* op, const char* name, const Tensor& sums, int64_t size,
+                       const Expectation& expectation, const Tensor& input) {
+  const int64_t announced = announced_size(input.size(1));
+  const bool has_end = expectation.present || (sums.dim() == 1 && sums.size(0) == announced);
+  check_statistics(op, name, sums, has_end ? announced : size, input);
+}
+
+// On the CPU, where the values can be looked at.
+inline void check_verdict(Verdict verdict) {
+  SYNCBN_CHECK(verdict != Verdict::kWithdrawn,
+               "another rank of the process group withdrew from this pass because of an error; "
+               "that rank's own message says which");
+  SYNCBN_CHECK(verdict != Verdict::kDisagreement,
+               "the ranks of the process group run different passes");
 }
 
 }  // namespace syncbn

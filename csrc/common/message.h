@@ -1,6 +1,9 @@
-// The message that ranks add up: 2C+1 float64 values, for each channel the sum of its values, for
-// each channel the sum of their squares, and the number of values per channel. Includes no torch
-// header.
+// The message that ranks add up, forward: 2C+1 float64 values, for each channel the sum of its
+// values, for each channel the sum of their squares, and the number of values per channel. Includes
+// no torch header.
+//
+// Backward it is two sums per channel. In a group, messages of both directions are of one length
+// and end with an announcement.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +11,45 @@
 #include "moments.h"
 
 namespace syncbn {
+
+// What a rank says of itself in a message: 2 values behind the count, which ranks add up as well.
+struct Announcement {
+  bool present = false;
+  double tag = 0;      // a number for what the rank does
+  double outlook = 0;  // a number for what it expects to come next
+};
+
+// The length of a message with an announcement, in both directions.
+SYNCBN_HOST_DEVICE constexpr int64_t announced_size(int64_t channels) { return 2 * channels + 3; }
+
+// Writes all that comes behind the 2C sums.
+SYNCBN_HOST_DEVICE inline void write_end(double* message, int64_t channels, double count,
+                                         const Announcement& announcement) {
+  message[2 * channels] = count;
+  if (announcement.present) {
+    message[2 * channels + 1] = announcement.tag;
+    message[2 * channels + 2] = announcement.outlook;
+  }
+}
+
+// What the ranks' announcements must add up to.
+struct Expectation {
+  bool present = false;
+  double tag_sum = 0;
+};
+
+enum class Verdict { kSound, kWithdrawn, kDisagreement };
+
+// A rank that withdraws from a pass sends a count of NaN.
+SYNCBN_HOST_DEVICE inline Verdict read_verdict(const double* totals, int64_t channels,
+                                               const Expectation& expectation) {
+  const double count = totals[2 * channels];
+  if (count != count) {
+    return Verdict::kWithdrawn;
+  }
+  const bool agree = !expectation.present || totals[2 * channels + 1] == expectation.tag_sum;
+  return agree ? Verdict::kSound : Verdict::kDisagreement;
+}
 
 struct Sums {
   double values;

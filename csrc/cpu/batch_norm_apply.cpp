@@ -75,19 +75,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
     std::optional<Tensor> bias, std::optional<Tensor> running_mean,
     std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
-    std::optional<double> momentum, double eps) {
+    std::optional<double> momentum, double eps, std::optional<double> tag_sum,
+    std::optional<Tensor> /*verdict*/) {
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
-  check_statistics(kOp, "totals", totals, 2 * channels + 1, input);
+  const Expectation expectation = to_expectation(tag_sum);
+  check_sums(kOp, "totals", totals, 2 * channels + 1, expectation, input);
   check_channel_vector(kOp, "weight", weight, input);
   check_channel_vector(kOp, "bias", bias, input);
   check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
 
   const auto* message = static_cast<const double*>(totals.const_data_ptr());
   const double group_count = message[2 * channels];
-  SYNCBN_CHECK(!std::isnan(group_count),
-               "another rank of the process group withdrew from this forward pass because of an "
-               "error; that rank's own message says which");
+  check_verdict(read_verdict(message, channels, expectation));
 
   Tensor output = allocate_like(input);
   Tensor mean = allocate_vector(channels, ScalarType::Double, input);

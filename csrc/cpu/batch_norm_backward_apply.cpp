@@ -18,7 +18,7 @@ struct PerChannel {
   const double* means = nullptr;
   const double* invstds = nullptr;
   const double* weights = nullptr;
-  const double* sums = nullptr;  // [2C]: of dy, and of dy * xhat after them
+  const double* sums = nullptr;  // [2C..]: of dy, and of dy * xhat after them
   double count = 0;
   bool in_float = false;  // outputs are computed
   GradInput<double*> constants = {};
@@ -42,14 +42,16 @@ struct PerChannel {
 
 Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                  const Tensor& invstd, std::optional<Tensor> weight,
-                                 const Tensor& sums, const Tensor& count) {
+                                 const Tensor& sums, const Tensor& count,
+                                 std::optional<double> tag_sum, std::optional<Tensor> /*verdict*/) {
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
   check_grad_output(kOp, grad_output, input, geometry);
   check_statistics(kOp, "mean", mean, channels, input);
   check_statistics(kOp, "invstd", invstd, channels, input);
   check_channel_vector(kOp, "weight", weight, input);
-  check_statistics(kOp, "sums", sums, 2 * channels, input);
+  const Expectation expectation = to_expectation(tag_sum);
+  check_sums(kOp, "sums", sums, 2 * channels, expectation, input);
   check_statistics(kOp, "count", count, 1, input);
 
   ChannelArrays arrays(/*capacity=*/5, channels);
@@ -59,6 +61,9 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   work.invstds = static_cast<const double*>(invstd.const_data_ptr());
   work.weights = arrays.load(weight, 1);
   work.sums = static_cast<const double*>(sums.const_data_ptr());
+  if (expectation.present) {
+    check_verdict(read_verdict(work.sums, channels, expectation));
+  }
   work.count = std::max(*static_cast<const double*>(count.const_data_ptr()), 1.0);
   work.in_float = input.scalar_type() != ScalarType::Double;
   work.constants.center = arrays.add();

@@ -37,7 +37,7 @@ struct RowGradSums {
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype) {
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook) {
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
   check_grad_output(kOp, grad_output, input, geometry);
@@ -82,12 +82,17 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
       deviations[c] += deviations[segment * channels + c];
     }
   }
-  Tensor sums = allocate_vector(2 * channels, ScalarType::Double, input);
+  const Announcement announcement = to_announcement(tag, outlook);
+  const int64_t size = announcement.present ? announced_size(channels) : 2 * channels;
+  Tensor sums = allocate_vector(size, ScalarType::Double, input);
   auto* message = static_cast<double*>(sums.mutable_data_ptr());
   for (int64_t c = 0; c < channels; ++c) {
     deviations[c] = (deviations[c] - rests[c] * grads[c]) * invstds[c];
     message[c] = grads[c];
     message[channels + c] = deviations[c];
+  }
+  if (announcement.present) {
+    write_end(message, channels, /*count=*/0, announcement);
   }
 
   Tensor grad_weight = allocate_vector(channels, weight_dtype, input);

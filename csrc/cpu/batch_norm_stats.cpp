@@ -222,11 +222,10 @@ struct Message {
       message[c] = sums.values;
       message[channels + c] = sums.squares;
     }
-    message[2 * channels] = count;
   }
 };
 
-Tensor batch_norm_stats(const Tensor& input) {
+Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook) {
   const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
   const Partition partition(geometry);
   const int64_t channels = geometry.channels;
@@ -256,10 +255,13 @@ Tensor batch_norm_stats(const Tensor& input) {
                         m2s.data(), static_cast<double>(count * values_per_unit),
                         &means[segment * channels], &m2s[segment * channels]);
   }
-  Tensor message = allocate_vector(2 * channels + 1, ScalarType::Double, input);
+  const Announcement announcement = to_announcement(tag, outlook);
+  const int64_t size = announcement.present ? announced_size(channels) : 2 * channels + 1;
+  Tensor message = allocate_vector(size, ScalarType::Double, input);
   auto* values = static_cast<double*>(message.mutable_data_ptr());
-  dispatch_unfused<Message>(static_cast<double>(geometry.per_channel()), means.data(), m2s.data(),
-                            channels, values);
+  const auto count = static_cast<double>(geometry.per_channel());
+  dispatch_unfused<Message>(count, means.data(), m2s.data(), channels, values);
+  write_end(values, channels, count, announcement);
   return message;
 }
 

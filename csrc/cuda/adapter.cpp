@@ -76,4 +76,13 @@ ChannelVector to_channel_vector(const std::optional<Tensor>& tensor) {
   return {tensor->mutable_data_ptr(), tensor->stride(0), to_dtype(tensor->scalar_type())};
 }
 
+double* to_verdict(const char* op, const std::optional<Tensor>& tensor) {
+  if (!tensor.has_value()) {
+    return nullptr;
+  }
+  SYNCBN_CHECK(tensor->scalar_type() == ScalarType::Double && tensor->numel() == 1, op,
+               ": expected verdict to be one float64");
+  return static_cast<double*>(tensor->mutable_data_ptr());
+}
+
 }  // namespace syncbn::cuda

@@ -32,4 +32,7 @@ class Device {
 // Needs check_channel_vector() before it.
 ChannelVector to_channel_vector(const std::optional<Tensor>& tensor);
 
+// Where kernels write a verdict: pinned memory of the host or memory of a device.
+double* to_verdict(const char* op, const std::optional<Tensor>& tensor);
+
 }  // namespace syncbn::cuda

@@ -12,11 +12,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
     std::optional<Tensor> bias, std::optional<Tensor> running_mean,
     std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
-    std::optional<double> momentum, double eps) {
+    std::optional<double> momentum, double eps, std::optional<double> tag_sum,
+    std::optional<Tensor> verdict) {
   const Device device(input);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
-  check_statistics(kOp, "totals", totals, 2 * channels + 1, input);
+  const Expectation expectation = to_expectation(tag_sum);
+  check_sums(kOp, "totals", totals, 2 * channels + 1, expectation, input);
   check_channel_vector(kOp, "weight", weight, input);
   check_channel_vector(kOp, "bias", bias, input);
   check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
@@ -36,12 +38,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   void* y = output.mutable_data_ptr();
   const Plan plan =
       make_plan(geometry, to_dtype(input.scalar_type()), {x, y}, device.multiprocessors());
-  launch_batch_norm_apply(plan, device.stream(), x,
-                          static_cast<const double*>(totals.const_data_ptr()),
-                          to_channel_vector(weight), to_channel_vector(bias), running, eps, y,
-                          static_cast<double*>(mean.mutable_data_ptr()),
-                          static_cast<double*>(invstd.mutable_data_ptr()),
-                          static_cast<double*>(count.mutable_data_ptr()));
+  launch_batch_norm_apply(
+      plan, device.stream(), x, static_cast<const double*>(totals.const_data_ptr()),
+      Judge{expectation, to_verdict(kOp, verdict)}, to_channel_vector(weight),
+      to_channel_vector(bias), running, eps, y, static_cast<double*>(mean.mutable_data_ptr()),
+      static_cast<double*>(invstd.mutable_data_ptr()),
+      static_cast<double*>(count.mutable_data_ptr()));
   return {output, mean, invstd, count};
 }
 

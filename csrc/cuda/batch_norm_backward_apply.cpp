@@ -10,7 +10,8 @@ constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
 
 Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                  const Tensor& invstd, std::optional<Tensor> weight,
-                                 const Tensor& sums, const Tensor& count) {
+                                 const Tensor& sums, const Tensor& count,
+                                 std::optional<double> tag_sum, std::optional<Tensor> verdict) {
   const Device device(input);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
@@ -18,7 +19,8 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   check_statistics(kOp, "mean", mean, channels, input);
   check_statistics(kOp, "invstd", invstd, channels, input);
   check_channel_vector(kOp, "weight", weight, input);
-  check_statistics(kOp, "sums", sums, 2 * channels, input);
+  const Expectation expectation = to_expectation(tag_sum);
+  check_sums(kOp, "sums", sums, 2 * channels, expectation, input);
   check_statistics(kOp, "count", count, 1, input);
 
   Tensor grad_input = allocate_like(input);
@@ -34,6 +36,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
       static_cast<const double*>(invstd.const_data_ptr()), to_channel_vector(weight),
       static_cast<const double*>(sums.const_data_ptr()),
+      Judge{expectation, to_verdict(kOp, verdict)},
       static_cast<const double*>(count.const_data_ptr()), dx);
   return grad_input;
 }

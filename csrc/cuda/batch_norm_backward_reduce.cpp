@@ -10,7 +10,7 @@ constexpr const char* kOp = "syncbn::batch_norm_backward_reduce";
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype) {
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook) {
   const Device device(input);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
@@ -20,7 +20,9 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   check_grad_dtype(kOp, "weight_dtype", weight_dtype);
   check_grad_dtype(kOp, "bias_dtype", bias_dtype);
 
-  Tensor sums = allocate_vector(2 * channels, ScalarType::Double, input);
+  const Announcement announcement = to_announcement(tag, outlook);
+  const int64_t size = announcement.present ? announced_size(channels) : 2 * channels;
+  Tensor sums = allocate_vector(size, ScalarType::Double, input);
   Tensor grad_weight = allocate_vector(channels, weight_dtype, input);
   Tensor grad_bias = allocate_vector(channels, bias_dtype, input);
 
@@ -32,7 +34,7 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   launch_batch_norm_backward_reduce(
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
       static_cast<const double*>(invstd.const_data_ptr()),
-      static_cast<double*>(sums.mutable_data_ptr()), to_channel_vector(grad_weight),
+      static_cast<double*>(sums.mutable_data_ptr()), announcement, to_channel_vector(grad_weight),
       to_channel_vector(grad_bias), device.make_workspace(plan, input, keep_alive));
   return {sums, grad_weight, grad_bias};
 }

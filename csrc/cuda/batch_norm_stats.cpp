@@ -6,16 +6,19 @@
 namespace syncbn::cuda {
 namespace {
 
-Tensor batch_norm_stats(const Tensor& input) {
+Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook) {
   const Device device(input);
   const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
-  Tensor message = allocate_vector(2 * geometry.channels + 1, ScalarType::Double, input);
+  const int64_t channels = geometry.channels;
+  const Announcement announcement = to_announcement(tag, outlook);
+  const int64_t size = announcement.present ? announced_size(channels) : 2 * channels + 1;
+  Tensor message = allocate_vector(size, ScalarType::Double, input);
   const void* x = input.const_data_ptr();
   const Plan plan =
       make_plan(geometry, to_dtype(input.scalar_type()), {x}, device.multiprocessors());
   std::vector<Tensor> keep_alive;
   launch_batch_norm_stats(plan, device.stream(), x,
-                          static_cast<double*>(message.mutable_data_ptr()),
+                          static_cast<double*>(message.mutable_data_ptr()), announcement,
                           device.make_workspace(plan, input, keep_alive));
   return message;
 }

@@ -83,11 +83,12 @@ const char* plan(const Call* call, const void* a, const void* b, const void* c, 
   });
 }
 
-const char* batch_norm_stats(const Call* call, const void* input, double* message) {
+const char* batch_norm_stats(const Call* call, const void* input, double* message,
+                             const Announcement* announcement) {
   return run(*call, [&] {
     const Plan plan = plan_of(*call, {input});
     with_workspace(plan, [&](Workspace workspace) {
-      launch_batch_norm_stats(plan, nullptr, input, message, workspace);
+      launch_batch_norm_stats(plan, nullptr, input, message, *announcement, workspace);
     });
   });
 }
@@ -96,25 +97,26 @@ const char* batch_norm_apply(const Call* call, const void* input, const double* 
                              const ChannelVector* weight, const ChannelVector* bias,
                              const ChannelVector* running_mean, const ChannelVector* running_var,
                              int64_t* num_batches_tracked, bool cumulative, double momentum,
-                             double eps, void* output, double* mean, double* invstd,
-                             double* count) {
+                             double eps, void* output, double* mean, double* invstd, double* count,
+                             const Judge* judge) {
   return run(*call, [&] {
     const RunningStatistics running{*running_mean, *running_var, num_batches_tracked, cumulative,
                                     momentum};
-    launch_batch_norm_apply(plan_of(*call, {input, output}), nullptr, input, totals, *weight, *bias,
-                            running, eps, output, mean, invstd, count);
+    launch_batch_norm_apply(plan_of(*call, {input, output}), nullptr, input, totals, *judge,
+                            *weight, *bias, running, eps, output, mean, invstd, count);
   });
 }
 
 const char* batch_norm_backward_reduce(const Call* call, const void* grad_output, const void* input,
                                        const double* mean, const double* invstd, double* sums,
                                        const ChannelVector* grad_weight,
-                                       const ChannelVector* grad_bias) {
+                                       const ChannelVector* grad_bias,
+                                       const Announcement* announcement) {
   return run(*call, [&] {
     const Plan plan = plan_of(*call, {grad_output, input});
     with_workspace(plan, [&](Workspace workspace) {
       launch_batch_norm_backward_reduce(plan, nullptr, grad_output, input, mean, invstd, sums,
-                                        *grad_weight, *grad_bias, workspace);
+                                        *announcement, *grad_weight, *grad_bias, workspace);
     });
   });
 }
@@ -122,10 +124,10 @@ const char* batch_norm_backward_reduce(const Call* call, const void* grad_output
 const char* batch_norm_backward_apply(const Call* call, const void* grad_output, const void* input,
                                       const double* mean, const double* invstd,
                                       const ChannelVector* weight, const double* sums,
-                                      const double* count, void* grad_input) {
+                                      const double* count, void* grad_input, const Judge* judge) {
   return run(*call, [&] {
     launch_batch_norm_backward_apply(plan_of(*call, {grad_output, input, grad_input}), nullptr,
-                                     grad_output, input, mean, invstd, *weight, sums, count,
+                                     grad_output, input, mean, invstd, *weight, sums, *judge, count,
                                      grad_input);
   });
 }

@@ -268,7 +268,7 @@ def test_batched_gradients_of_ranks_are_refused():
 def run_out_of_memory(rank, world_size):
     if rank == 1:
 
-        def fail(input):
+        def fail(*args):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
         ops.batch_norm_stats = fail

@@ -74,6 +74,27 @@ class ChannelVector(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("dtype", ctypes.c_int))
 
 
+class Announcement(ctypes.Structure):
+    _fields_ = (
+        ("present", ctypes.c_bool),
+        ("tag", ctypes.c_double),
+        ("outlook", ctypes.c_double),
+    )
+
+
+class Judge(ctypes.Structure):
+    _fields_ = (
+        ("present", ctypes.c_bool),
+        ("tag_sum", ctypes.c_double),
+        ("verdict", ctypes.c_void_p),
+    )
+
+
+def to_judge(tag_sum: float | None, verdict: Tensor | None) -> Judge:
+    pointer = None if verdict is None else verdict.data_ptr()
+    return Judge(tag_sum is not None, tag_sum or 0.0, pointer)
+
+
 def channel_vector(tensor: Tensor | None) -> ChannelVector:
     if tensor is None:
         return ChannelVector()
@@ -117,7 +138,7 @@ class Device:
         for arg in args:
             if isinstance(arg, Tensor):
                 arg = ctypes.c_void_p(arg.data_ptr())
-            elif isinstance(arg, ChannelVector):
+            elif isinstance(arg, ctypes.Structure):
                 arg = ctypes.byref(arg)
             elif isinstance(arg, bool):
                 arg = ctypes.c_bool(arg)
@@ -137,9 +158,12 @@ class Device:
         self._run("plan", tensors[0], *three, fields)
         return dict(zip(PLAN, fields, strict=True))
 
-    def batch_norm_stats(self, input: Tensor) -> Tensor:
-        message = statistics(2 * input.size(1) + 1)
-        self._run("batch_norm_stats", input, input, message)
+    def batch_norm_stats(
+        self, input: Tensor, tag: float | None = None, outlook: float = 0.0
+    ) -> Tensor:
+        message = statistics(2 * input.size(1) + (1 if tag is None else 3))
+        announcement = Announcement(tag is not None, tag or 0.0, outlook)
+        self._run("batch_norm_stats", input, input, message, announcement)
         assert_margins_untouched(message)
         return message
 
@@ -154,6 +178,8 @@ class Device:
         num_batches_tracked: Tensor | None,
         momentum: float | None,
         eps: float,
+        tag_sum: float | None = None,
+        verdict: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         output = with_margins(input)
         mean, invstd, count = (statistics(n) for n in (input.size(1), input.size(1), 1))
@@ -171,6 +197,7 @@ class Device:
             mean,
             invstd,
             count,
+            to_judge(tag_sum, verdict),
         )
         assert_margins_untouched(output, mean, invstd, count)
         return output, mean, invstd, count
@@ -183,13 +210,16 @@ class Device:
         invstd: Tensor,
         weight_dtype: torch.dtype = torch.float64,
         bias_dtype: torch.dtype = torch.float64,
+        tag: float | None = None,
+        outlook: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         channels = input.size(1)
-        sums = statistics(2 * channels)
+        sums = statistics(2 * channels + (0 if tag is None else 3))
         grad_weight, grad_bias = (with_margins(mean.to(d)) for d in (weight_dtype, bias_dtype))
         gradients = map(channel_vector, (grad_weight, grad_bias))
+        announcement = Announcement(tag is not None, tag or 0.0, outlook)
         name = "batch_norm_backward_reduce"
-        self._run(name, input, grad_output, input, mean, invstd, sums, *gradients)
+        self._run(name, input, grad_output, input, mean, invstd, sums, *gradients, announcement)
         assert_margins_untouched(sums, grad_weight, grad_bias)
         return sums, grad_weight, grad_bias
 
@@ -202,10 +232,13 @@ class Device:
         weight: Tensor | None,
         sums: Tensor,
         count: Tensor,
+        tag_sum: float | None = None,
+        verdict: Tensor | None = None,
     ) -> Tensor:
         grad_input = with_margins(input)
         vector = channel_vector(weight)
         tensors = (grad_output, input, mean, invstd, vector, sums, count, grad_input)
+        tensors += (to_judge(tag_sum, verdict),)
         self._run("batch_norm_backward_apply", input, *tensors)
         assert_margins_untouched(grad_input)
         return grad_input

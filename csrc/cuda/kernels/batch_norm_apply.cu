@@ -15,6 +15,7 @@ namespace {
 
 struct PrepareNormalize {
   const double* totals;
+  Judge judge;
   int64_t channels;
   ChannelVector weight;
   ChannelVector bias;
@@ -26,15 +27,19 @@ struct PrepareNormalize {
 
   template <typename A>
   __device__ Normalize<double> formula(int64_t channel, bool first) const {
-    const Moments<double> batch = read_message(totals, channels, channel);
+    const Verdict verdict = read_verdict(totals, channels, judge.expectation);
+    const double group_count = verdict == Verdict::kSound ? totals[2 * channels] : NAN;
+    const Moments<double> batch =
+        from_sums({totals[channel], totals[channels + channel]}, group_count);
     const double inverse = 1 / sqrt(batch.variance() + eps);
     if (first) {
       mean[channel] = batch.mean;
       invstd[channel] = inverse;
       if (channel == 0) {
         *count = batch.count;
+        judge.write(verdict);
       }
-      if (batch.count > 0) {  // neither an empty group nor a withdrawn rank
+      if (batch.count > 0) {  // neither an empty group nor a pass that is not sound
         move_running(channel, batch);
       }
     }
@@ -62,8 +67,10 @@ struct PrepareNormalize {
   }
 };
 
-__global__ void count_batch_kernel(const double* count, int64_t* num_batches_tracked) {
-  if (*count > 0) {
+__global__ void count_batch_kernel(const double* totals, int64_t channels, Expectation expectation,
+                                   int64_t* num_batches_tracked) {
+  const bool sound = read_verdict(totals, channels, expectation) == Verdict::kSound;
+  if (sound && totals[2 * channels] > 0) {
     *num_batches_tracked += 1;
   }
 }
@@ -71,17 +78,17 @@ __global__ void count_batch_kernel(const double* count, int64_t* num_batches_tra
 }  // namespace
 
 void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
-                             const double* totals, ChannelVector weight, ChannelVector bias,
-                             RunningStatistics running, double eps, void* output, double* mean,
-                             double* invstd, double* count) {
+                             const double* totals, Judge judge, ChannelVector weight,
+                             ChannelVector bias, RunningStatistics running, double eps,
+                             void* output, double* mean, double* invstd, double* count) {
   const int64_t channels = plan.geometry.channels;
   if (running.cumulative) {
-    launch(count_batch_kernel, dim3(1), dim3(1), 0, static_cast<cudaStream_t>(stream),
-           totals + 2 * channels, running.num_batches_tracked);
+    launch(count_batch_kernel, dim3(1), dim3(1), 0, static_cast<cudaStream_t>(stream), totals,
+           channels, judge.expectation, running.num_batches_tracked);
   }
   launch_elementwise<Normalize>(
       plan, stream, {input}, output,
-      PrepareNormalize{totals, channels, weight, bias, running, eps, mean, invstd, count});
+      PrepareNormalize{totals, judge, channels, weight, bias, running, eps, mean, invstd, count});
 }
 
 }  // namespace syncbn::cuda

@@ -13,14 +13,25 @@ struct PrepareGradInput {
   const double* invstd;
   ChannelVector weight;
   const double* sums;
+  Judge judge;
   const double* count;
   int64_t channels;
 
   template <typename A>
-  __device__ GradInput<double> formula(int64_t channel, bool) const {
+  __device__ GradInput<double> formula(int64_t channel, bool first) const {
+    double group_count = *count < 1 ? 1 : *count;
+    if (judge.expectation.present) {
+      const Verdict verdict = read_verdict(sums, channels, judge.expectation);
+      if (verdict != Verdict::kSound) {
+        group_count = NAN;
+      }
+      if (first && channel == 0) {
+        judge.write(verdict);
+      }
+    }
     return grad_input_constants(mean[channel], static_cast<A>(mean[channel]), invstd[channel],
                                 load_channel(weight, channel, 1), sums[channel],
-                                sums[channels + channel], *count < 1 ? 1 : *count);
+                                sums[channels + channel], group_count);
   }
 };
 
@@ -28,11 +39,11 @@ struct PrepareGradInput {
 
 void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void* grad_output,
                                       const void* input, const double* mean, const double* invstd,
-                                      ChannelVector weight, const double* sums, const double* count,
-                                      void* grad_input) {
+                                      ChannelVector weight, const double* sums, Judge judge,
+                                      const double* count, void* grad_input) {
   launch_elementwise<GradInput>(
       plan, stream, {grad_output, input}, grad_input,
-      PrepareGradInput{mean, invstd, weight, sums, count, plan.geometry.channels});
+      PrepareGradInput{mean, invstd, weight, sums, judge, count, plan.geometry.channels});
 }
 
 }  // namespace syncbn::cuda

@@ -36,6 +36,7 @@ struct GradOutputs {
   const double* mean;
   const double* invstd;
   double* sums;
+  Announcement announcement;
   ChannelVector grad_weight;
   ChannelVector grad_bias;
   Workspace workspace;
@@ -51,6 +52,9 @@ __device__ void finish_sums(Memory& memory, int64_t channels, int64_t tile_chann
                          (dy_deviation - (out.mean[channel] - center) * dy) * out.invstd[channel];
                      out.sums[channel] = dy;
                      out.sums[channels + channel] = dy_xhat;
+                     if (channel == 0 && out.announcement.present) {
+                       write_end(out.sums, channels, /*count=*/0, out.announcement);
+                     }
                      store_channel(out.grad_weight, channel, dy_xhat);
                      store_channel(out.grad_bias, channel, dy);
                    });
@@ -166,11 +170,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 
 void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const void* grad_output,
                                        const void* input, const double* mean, const double* invstd,
-                                       double* sums, ChannelVector grad_weight,
-                                       ChannelVector grad_bias, Workspace workspace) {
+                                       double* sums, Announcement announcement,
+                                       ChannelVector grad_weight, ChannelVector grad_bias,
+                                       Workspace workspace) {
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
-  const GradOutputs out{mean, invstd, sums, grad_weight, grad_bias, workspace};
+  const GradOutputs out{mean, invstd, sums, announcement, grad_weight, grad_bias, workspace};
   dispatch_plan(
       plan,
       [&](auto type, auto vector) {

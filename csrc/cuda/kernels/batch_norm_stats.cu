@@ -80,15 +80,21 @@ __device__ void put_sums(Memory& memory, int channel, double pivot, A count, A m
   memory.second[channel] = sums.squares;
 }
 
+struct Output {
+  double* message;
+  Announcement announcement;
+  Workspace workspace;
+};
+
 template <typename Memory>
 __device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_channels,
-                               double count, double* message, Workspace workspace) {
-  finish_reduction(memory, channels, tile_channels, workspace,
+                               double count, const Output& out) {
+  finish_reduction(memory, channels, tile_channels, out.workspace,
                    [=](int64_t channel, double sum, double sum_of_squares) {
-                     message[channel] = sum;
-                     message[channels + channel] = sum_of_squares;
+                     out.message[channel] = sum;
+                     out.message[channels + channel] = sum_of_squares;
                      if (channel == 0) {
-                       message[2 * channels] = count;
+                       write_end(out.message, channels, count, out.announcement);
                      }
                    });
 }
@@ -166,8 +172,7 @@ __device__ __forceinline__ void consume_slots(ChannelMoments<A, 1>& state,
 
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, double* message,
-                        Workspace workspace) {
+    stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, Output out) {
   using A = compute_t<T>;
   using State = ChannelMoments<A, kVector>;
   auto& memory = shared_memory<ReductionMemory<A, State>>();
@@ -220,13 +225,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
                state.m2[v]);
     }
   }
-  finish_message(memory, matrix.channels, matrix.tile_channels, matrix.rows, message, workspace);
+  finish_message(memory, matrix.channels, matrix.tile_channels, matrix.rows, out);
 }
 
 template <typename T, int kVector, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    stats_planar_kernel(Planar planar, const T* __restrict__ input, double count, double* message,
-                        Workspace workspace) {
+    stats_planar_kernel(Planar planar, const T* __restrict__ input, double count, Output out) {
   using A = compute_t<T>;
   using State = ChannelMoments<A, 1>;
   auto& memory = shared_memory<ReductionMemory<A, State>>();
@@ -272,13 +276,14 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   if (threadIdx.x == 0) {
     put_sums(memory, threadIdx.y, full_pivot[0], state.count, state.mean[0], state.m2[0]);
   }
-  finish_message(memory, planar.channels, blockDim.y, count, message, workspace);
+  finish_message(memory, planar.channels, blockDim.y, count, out);
 }
 
 }  // namespace
 
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
-                             Workspace workspace) {
+                             Announcement announcement, Workspace workspace) {
+  const Output out{message, announcement, workspace};
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
   dispatch_plan(
@@ -288,8 +293,7 @@ void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, 
         constexpr int kVector = vector;
         using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, kVector>>;
         launch(stats_matrix_kernel<T, kVector>, grid, block, sizeof(Memory),
-               static_cast<cudaStream_t>(stream), Matrix(plan), static_cast<const T*>(input),
-               message, workspace);
+               static_cast<cudaStream_t>(stream), Matrix(plan), static_cast<const T*>(input), out);
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
@@ -297,7 +301,7 @@ void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, 
         using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, 1>>;
         launch(stats_planar_kernel<T, kVector, aligned>, grid, block, sizeof(Memory),
                static_cast<cudaStream_t>(stream), Planar(plan, input), static_cast<const T*>(input),
-               static_cast<double>(plan.geometry.per_channel()), message, workspace);
+               static_cast<double>(plan.geometry.per_channel()), out);
       });
 }
 

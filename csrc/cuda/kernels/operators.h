@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../../common/message.h"
 #include "plan.h"
 
 namespace syncbn::cuda {
@@ -31,23 +32,38 @@ struct Workspace {
   unsigned* counters;  // plan.num_counters() zeros, which it leaves as zeros
 };
 
+// What sums over all ranks are judged by, and where a verdict that is not sound is written, if
+// anywhere.
+struct Judge {
+  Expectation expectation;
+  double* verdict = nullptr;
+
+  // The first verdict stays until the host has read it.
+  SYNCBN_HOST_DEVICE void write(Verdict found) const {
+    if (found != Verdict::kSound && verdict != nullptr && *verdict == 0) {
+      *verdict = found == Verdict::kWithdrawn ? -expectation.tag_sum : expectation.tag_sum;
+    }
+  }
+};
+
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
-                             Workspace workspace);
+                             Announcement announcement, Workspace workspace);
 
 // One launch, and one more before it for a cumulative average.
 void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
-                             const double* totals, ChannelVector weight, ChannelVector bias,
-                             RunningStatistics running, double eps, void* output, double* mean,
-                             double* invstd, double* count);
+                             const double* totals, Judge judge, ChannelVector weight,
+                             ChannelVector bias, RunningStatistics running, double eps,
+                             void* output, double* mean, double* invstd, double* count);
 
 void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const void* grad_output,
                                        const void* input, const double* mean, const double* invstd,
-                                       double* sums, ChannelVector grad_weight,
-                                       ChannelVector grad_bias, Workspace workspace);
+                                       double* sums, Announcement announcement,
+                                       ChannelVector grad_weight, ChannelVector grad_bias,
+                                       Workspace workspace);
 
 void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void* grad_output,
                                       const void* input, const double* mean, const double* invstd,
-                                      ChannelVector weight, const double* sums, const double* count,
-                                      void* grad_input);
+                                      ChannelVector weight, const double* sums, Judge judge,
+                                      const double* count, void* grad_input);
 
 }  // namespace syncbn::cuda

@@ -1,0 +1,296 @@
+"""Agreement of a group's ranks on the passes that they make, before and in their one collective.
+
+Ranks whose messages differ in size crash inside a collective (gloo) or hang (NCCL), and ranks that
+make different passes of one size would add up what does not belong together. So:
+
+- Each message ends with a tag, a number for the pass: direction and layer. Where the sum of tags is
+  not the tag times the number of ranks, ranks make different passes. All ranks see it at once.
+- Each message also ends with an outlook, a number for the size of the message that its rank expects
+  to send next: that which followed this pass the last time. Where outlooks agree, a rank knows what
+  the others are about to send. If it is to send another size itself, it first takes part in a
+  collective of the expected size, with a tag of its own: if all ranks go that way together, they
+  agree in it and go on; otherwise all of them fail with words.
+- Where nothing is expected, as in the first step, the first rank to come writes its size to the
+  group's store, and the others compare. That waits for no rank.
+
+What follows a pass is remembered. So there is one collective each way, and nothing is sent to the
+store, as soon as a program repeats itself. Not covered is a pass that has been followed by several
+sizes: ranks that part there meet with different sizes.
+"""
+
+import contextlib
+from collections import Counter
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from syncbn import _torch_private, collectives, ops
+from syncbn.collectives import ProcessGroup
+from syncbn.identity import ANONYMOUS, Identity, identity_numbered
+
+__all__ = ["History", "Record", "Report", "channels_of", "check_sound", "describe", "history_of"]
+
+# In the tags of passes.
+_NUMBERS = {"forward": 0, "recomputation": 0, "backward": 1, "double backward": 2}
+
+# Store keys and records of programs that make new layers all the time stay bounded.
+_MAX_COMPARISONS = 1000
+_MAX_RECORDS = 10_000
+
+
+class Report(NamedTuple):
+    """What a rank does, as it tells others: the size and tag of its message, and words.
+
+    The size is 0 if it has withdrawn.
+    """
+
+    size: int
+    tag: int
+    words: str
+
+    @property
+    def is_forward(self) -> bool:
+        """Whether it is a forward pass or the recomputation of one."""
+        return self.tag % 8 == _NUMBERS["forward"]
+
+    @classmethod
+    def parse(cls, text: bytes) -> "Report":
+        """Return what :meth:`encode` was made of."""
+        size, tag, words = text.decode().split(" ", 2)
+        return cls(int(size), int(tag), words)
+
+    def encode(self) -> str:
+        """Return it as text, for the store."""
+        return f"{self.size} {self.tag} {self.words}"
+
+
+class Record:
+    """One direction of one layer: its tag, and the sizes that have followed it, the latest last."""
+
+    __slots__ = ("direction", "history", "layer", "outlook", "sizes", "tag")
+
+    def __init__(self, history: "History", layer: Identity, direction: str) -> None:
+        self.history, self.layer, self.direction = history, layer, direction
+        # That of a forward pass for its recomputation, whose sum may be the one that was kept.
+        self.tag = float(8 * layer.number + _NUMBERS[direction])
+        self.sizes: list[int] = []
+        self.outlook = 0.0
+
+    def follow(self, size: int) -> None:
+        """Remember what has followed."""
+        if size in self.sizes:
+            self.sizes.remove(size)
+        self.sizes.append(size)
+        # Nothing is expected after the calls of a function, which may belong to any layer.
+        self.outlook = float(_spread(size)) if self.layer.key else 0.0
+
+    @property
+    def name(self) -> str:
+        """The direction as a noun."""
+        return self.direction if self.direction == "recomputation" else f"{self.direction} pass"
+
+    def __str__(self) -> str:
+        return f"the {self.name} of {self.layer}"
+
+
+def _spread(number: int) -> int:
+    """Return a number of 32 bits, of which sums over two million ranks are exact in float64.
+
+    Spread out, because the mean of the sizes 9, 13 and 17 is 13: that rank would find all equal.
+    """
+    return number * 2654435761 % 2**32
+
+
+class History:
+    """The passes that this rank has made in a group."""
+
+    def __init__(self, group: ProcessGroup) -> None:
+        name = ""
+        with contextlib.suppress(RuntimeError):  # torch.distributed gives its groups names
+            name = str(group.group_name)
+        _groups_named[name] += 1
+        # A later group may have the name and the store of an earlier one.
+        self.prefix = f"syncbn/{_groups_named[name]}"
+        self.records: dict[tuple[int, str], Record] = {}
+        self.adds_up = collectives.adds_up(group)
+        self.label = collectives.is_debugging()
+        self.num_passes = 0
+        self.size = 0  # of this rank's message
+        self.num_comparisons = 0
+        self.sizes_compared: set[int] = set()
+        self.verdicts: dict[torch.device, Tensor] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Expect nothing: after a failure ranks may go on at different places."""
+        self.last = Record(self, ANONYMOUS, "forward")
+        self.last_size: int | None = None  # what was expected to come next when it was sent
+        self.last_outlook = 0.0
+        self.totals: Tensor | None = None
+
+    def record(self, layer: Identity, direction: str) -> Record:
+        """Return the record of a pass, for its tag and outlook."""
+        key = (layer.key, direction)
+        found = self.records.get(key)
+        if found is None or found.layer.number != layer.number:
+            if len(self.records) >= _MAX_RECORDS:
+                self.records.clear()
+            found = self.records[key] = Record(self, layer, direction)
+        return found
+
+    def verdict(self, device: torch.device) -> Tensor:
+        """Return where operators note that a pass on this CUDA device was not sound."""
+        verdict = self.verdicts.get(device)
+        if verdict is None:
+            verdict = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
+            self.verdicts[device] = verdict
+        return verdict
+
+    def enter(
+        self, record: Record, size: int, group: ProcessGroup, device: torch.device
+    ) -> Report | None:
+        """Find out, as far as can be, whether the other ranks are to send messages of this size.
+
+        Called by each rank before its collective.
+
+        Returns:
+            What another rank does instead, for this rank to withdraw from it.
+
+        Raises:
+            PassesDifferError, WithdrawnError: Another rank does something else, and has heard that
+                this one does.
+            RuntimeError: The ranks cannot talk to each other.
+        """
+        self.num_passes += 1
+        self.size = size
+        last, other = self.last, None
+        if size not in last.sizes:
+            expected = self._expected(group)
+            if expected is None:
+                other = self._compare_in_store(record, group, device)
+            else:
+                self._turn(record, expected, group, device)
+        self.last, self.totals = record, None
+        self.last_size = record.sizes[-1] if record.sizes else None
+        self.last_outlook = record.outlook
+        if not last.sizes or last.sizes[-1] != size:
+            last.follow(size)
+        return other
+
+    def sum_of(self, number: float, group: ProcessGroup) -> float:
+        """Return what the ranks' numbers add up to if all of them send this one."""
+        return number * group.size() if self.adds_up else number
+
+    def hear(self, record: Record, totals: Tensor) -> None:
+        """Keep the sums of a pass, whose end tells what the ranks expect, on the CPU."""
+        if self.last is record and totals.is_cpu:
+            self.totals = totals
+
+    def leave(self, size: int | None, words: str, group: ProcessGroup, device: torch.device) -> int:
+        """Find out where to meet the other ranks for a rank that cannot make its next pass.
+
+        ``size`` is that of the message that it would have sent, or None if it does not know.
+
+        Returns:
+            The size of the message that the others send or are to send; 0 if none can be met.
+        """
+        if size is None or size not in self.last.sizes:
+            expected = self._expected(group)
+            if expected is not None:
+                return expected
+            first = self._write_first(Report(0, 0, words), group, device)
+            if first is not None:
+                return first.size
+        return size or 0
+
+    def _expected(self, group: ProcessGroup) -> int | None:
+        """Return the size that all ranks expect to come next; None if they expect nothing."""
+        if self.totals is None or self.last_size is None or self.last_outlook == 0:
+            return None
+        common = self.totals[-1].item() == self.sum_of(self.last_outlook, group)
+        return self.last_size if common else None
+
+    def report(self, record: Record, group: ProcessGroup) -> Report:
+        """Return what this rank does."""
+        words = f"rank {group.rank()} runs {record} with {channels_of(self.size)} channels"
+        return Report(self.size, int(record.tag), words)
+
+    def _turn(
+        self, record: Record, expected: int, group: ProcessGroup, device: torch.device
+    ) -> None:
+        """Agree with all ranks to send messages of another size than is expected."""
+        message = torch.zeros(expected, dtype=torch.float64, device=device)
+        tag = float(_spread(_spread(self.size) + int(record.tag)))
+        message[-2] = tag
+        totals = collectives.all_reduce_sum(message, group)
+        check_sound(totals, self.sum_of(tag, group))
+
+    def _compare_in_store(
+        self, record: Record, group: ProcessGroup, device: torch.device
+    ) -> Report | None:
+        if self.num_comparisons >= _MAX_COMPARISONS and self.size in self.sizes_compared:
+            return None
+        self.sizes_compared.add(self.size)
+        first = self._write_first(self.report(record, group), group, device)
+        return None if first is None or first.size == self.size else first
+
+    def _write_first(
+        self, report: Report, group: ProcessGroup, device: torch.device
+    ) -> Report | None:
+        """Write a report to the store if this rank is the first to come; return what is there.
+
+        Ranks meet there if their backends have counted the same number of operations. Sends between
+        some ranks make these numbers differ; such ranks find only what they wrote.
+
+        Returns:
+            None where the group has no store or does not count its operations.
+        """
+        try:
+            number = _torch_private.count_operations(group, device)
+            store = group.get_group_store()
+        except RuntimeError:
+            return None
+        if store is None:  # MPI has none
+            return None
+        self.num_comparisons += 1
+        key = f"{self.prefix}/{number}/{self.num_comparisons}"
+        return Report.parse(store.compare_set(key, "", report.encode()))
+
+
+def describe(tag: int) -> str:
+    """Return the pass of a tag in words."""
+    number, direction = divmod(tag, 8)
+    (name,) = [word for word, of in _NUMBERS.items() if of == direction][:1]
+    return f"the {name} pass of {identity_numbered(number)}"
+
+
+def check_sound(totals: Tensor, tag_sum: float) -> None:
+    """Check that the ranks' tags add up to ``tag_sum`` and that none has withdrawn.
+
+    Raises:
+        PassesDifferError, WithdrawnError: As the operators would.
+    """
+    count, found, _ = totals[-3:].tolist()
+    if count != count:
+        raise ops.WithdrawnError
+    if found != tag_sum:
+        raise ops.PassesDifferError
+
+
+def channels_of(size: int) -> int:
+    """Return the C of a message of this size."""
+    return (size - 3) // 2
+
+
+_histories: WeakKeyDictionary[ProcessGroup, History] = WeakKeyDictionary()
+_groups_named: Counter[str] = Counter()
+
+
+def history_of(group: ProcessGroup) -> History:
+    """Return the history of a group, for as long as the group lives."""
+    history = _histories.get(group)
+    if history is None:
+        history = _histories[group] = History(group)
+    return history

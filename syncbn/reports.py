@@ -1,0 +1,60 @@
+"""Reports of a failed pass, which ranks leave for each other in the group's store."""
+
+import contextlib
+from datetime import timedelta
+
+from syncbn.agreement import History, Record, Report
+from syncbn.collectives import ProcessGroup
+
+__all__ = ["another_pass", "leave", "read"]
+
+_MAX_CHARACTERS = 1000
+# All ranks come out of the same collective, but some may be busy.
+_PATIENCE = timedelta(seconds=5)
+
+
+def leave(group: ProcessGroup, history: History, error: BaseException) -> str:
+    """Tell why this rank withdraws, before it does; return the words."""
+    text = str(error)[:_MAX_CHARACTERS]
+    words = f"rank {group.rank()}: {type(error).__name__}: {text}"
+    with contextlib.suppress(RuntimeError):
+        store = group.get_group_store()
+        if store is not None:
+            store.compare_set(_key(history, "withdrawn"), "", words)
+    return words
+
+
+def read(group: ProcessGroup, history: History) -> str:
+    """Return why a rank has withdrawn; empty if that is not known."""
+    with contextlib.suppress(RuntimeError):
+        store = group.get_group_store()
+        key = _key(history, "withdrawn")
+        if store is not None and store.check([key]):
+            words: bytes = store.get(key)
+            return words.decode()
+    return ""
+
+
+def another_pass(group: ProcessGroup, history: History, record: Record) -> Report | None:
+    """Return what a rank does that does not do the same as this one; None if not known.
+
+    All ranks call this. The first to come writes what it does, the first that does something else
+    writes that, and each reads what is not its own.
+    """
+    mine = history.report(record, group)
+    with contextlib.suppress(RuntimeError):
+        store = group.get_group_store()
+        if store is None:
+            return None
+        first = Report.parse(store.compare_set(_key(history, "first"), "", mine.encode()))
+        second = _key(history, "second")
+        if first[:2] != mine[:2]:
+            store.compare_set(second, "", mine.encode())
+            return first
+        store.wait([second], _PATIENCE)
+        return Report.parse(store.get(second))
+    return None
+
+
+def _key(history: History, word: str) -> str:
+    return f"{history.prefix}/pass {history.num_passes}/{word}"

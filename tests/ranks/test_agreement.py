@@ -1,0 +1,211 @@
+"""How ranks agree on their passes: what it costs, and when they ask each other."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import Ranks
+from torch import nn
+
+from syncbn import SyncBatchNorm, agreement, convert_sync_batchnorm, sync_batch_norm
+from syncbn.agreement import Report, history_of
+from syncbn.identity import Identity
+
+CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def sizes_sent():
+    """The sizes of the messages of this rank."""
+    sizes = []
+    original = dist.all_reduce
+
+    def recorded(tensor, *args, **kwargs):
+        sizes.append(tensor.numel())
+        return original(tensor, *args, **kwargs)
+
+    dist.all_reduce = recorded
+    try:
+        yield sizes
+    finally:
+        dist.all_reduce = original
+
+
+def step(*layers):
+    """One training step through layers of any number of channels."""
+    total = sum(layer(torch.rand(4, layer.num_features).requires_grad_()).sum() for layer in layers)
+    total.backward()
+
+
+def change_together(rank, world_size):
+    a, b, c = SyncBatchNorm(3), SyncBatchNorm(4), SyncBatchNorm(5)
+    sent = []
+    for layers in [(a, b), (a, b), (a, c), (a, c), (a, b), (a, c)]:
+        with sizes_sent() as sizes:
+            step(*layers)
+        sent.append(sizes)
+    return sent
+
+
+def test_ranks_that_change_together_agree_once(two_ranks):
+    """In a message of the size that was expected, of 4 channels for 5."""
+    with_b, with_c = [9, 11, 11, 9], [9, 13, 13, 9]
+    for sent in two_ranks.run(change_together):
+        assert sent == [with_b, with_b, [9, 11, *with_c[1:]], with_c, with_b, with_c]
+
+
+def keep_nothing(rank, world_size, steps):
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    store = dist.group.WORLD.get_group_store()
+    history = history_of(dist.group.WORLD)
+    kept = []
+    for number in range(steps):
+        if number in (2, steps - 1):
+            sizes = [len(record.sizes) for record in history.records.values()]
+            kept.append((store.num_keys(), sizes))
+        model(torch.rand(2, 3)).sum().backward()
+    return kept
+
+
+def test_steps_leave_nothing_in_the_store_or_in_memory():
+    with Ranks(2) as ranks:
+        for early, late in ranks.run(keep_nothing, 1000):
+            assert early == late
+
+
+def make_layers_all_the_time(rank, world_size):
+    agreement._MAX_COMPARISONS, agreement._MAX_RECORDS = 10, 20
+    store = dist.group.WORLD.get_group_store()
+    keys = []
+    for number in range(60):
+        step(SyncBatchNorm(3), SyncBatchNorm(4))
+        if number in (30, 59):
+            keys.append(store.num_keys())
+    return keys, len(history_of(dist.group.WORLD).records)
+
+
+def test_new_layers_in_each_step_do_not_fill_the_store_or_the_memory():
+    with Ranks(2) as ranks:
+        for (early, late), records in ranks.run(make_layers_all_the_time):
+            assert early == late and records <= 20
+
+
+def compare_in_the_store(rank, world_size):
+    group = dist.group.WORLD
+    history = history_of(group)
+    found = []
+    for size in (9, 17, 33 + rank):
+        record = history.record(Identity(""), "forward")
+        found.append(history.enter(record, size, group, CPU))
+        dist.all_reduce(torch.ones(1))
+    return found
+
+
+def test_comparison_finds_who_differs_and_only_then():
+    with Ranks(2) as ranks:
+        results = ranks.run(compare_in_the_store)
+    assert [found[:2] for found in results] == [[None, None]] * 2
+    last = [found[2] for found in results]
+    assert sorted(report is None for report in last) == [False, True]
+    (report,) = [report for report in last if report is not None]
+    other = last.index(None)
+    assert report.size == 33 + other
+    assert report.words == f"rank {other} runs the forward pass of a layer with 15 channels"
+
+
+class Group:
+    """A process group whose name, store and count of operations are those of one before it."""
+
+    group_name = "0"
+    store = dist.HashStore()
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+    def get_group_store(self):
+        return self.store
+
+    def _get_backend(self, device):
+        return self
+
+    def _get_sequence_number_for_group(self):
+        return 0
+
+
+def test_second_group_of_a_name_is_not_mistaken_for_the_first():
+    for size in (9, 17):
+        group = Group()
+        history = history_of(group)
+        record = history.record(Identity(""), "forward")
+        assert history.enter(record, size, group, CPU) is None
+
+
+@pytest.mark.parametrize("words", ["", "with several words"])
+def test_report_survives_the_store(words):
+    report = Report(9, 17, words)
+    assert Report.parse(report.encode().encode()) == report
+
+
+def expect_different_sizes(rank, world_size):
+    """Rank 1 has made other steps with the layer before, which no rank heard."""
+    group, layer, other = dist.group.WORLD, SyncBatchNorm(3), SyncBatchNorm(4)
+    history = history_of(group)
+    history.record(layer._identity, "forward").follow(9 + 2 * rank)
+    with sizes_sent() as sizes:
+        layer(torch.rand(2, 3))
+        other(torch.rand(2, 4))
+    return sizes
+
+
+def test_ranks_that_expect_different_sizes_expect_nothing(two_ranks):
+    assert two_ranks.run(expect_different_sizes) == [[9, 11]] * 2
+
+
+def call_the_function(rank, world_size):
+    with sizes_sent() as sizes:
+        for channels in (3, 3, 4, 3, 4, 5):
+            sync_batch_norm(torch.rand(2, channels), None, None, training=True)
+    return sizes
+
+
+def test_calls_of_the_function_expect_nothing(two_ranks):
+    """The next one may belong to any layer."""
+    assert two_ranks.run(call_the_function) == [[9, 9, 11, 9, 11, 13]] * 2
+
+
+def disagree(rank, world_size):
+    """Rank 1 has the layers of one size in another order."""
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
+    step(*(model if rank == 0 else reversed(model)))
+
+
+def test_ranks_that_disagree_know_each_others_pass():
+    with Ranks(3, case_seconds=30) as ranks:
+        outcomes = ranks.outcomes(disagree)
+    for rank, outcome in enumerate(outcomes):
+        own, other = ("0", "1") if rank == 0 else ("1", "0")
+        assert outcome.kind == "RuntimeError"
+        assert f"rank {rank} runs the forward pass of layer '{own}'" in outcome.message
+        assert f"runs the forward pass of layer '{other}'" in outcome.message
+        assert f"[layer '{own}', rank {rank} of 3]" in outcome.message
+
+
+def go_on_after_a_failure(rank, world_size):
+    layers = SyncBatchNorm(3), SyncBatchNorm(4)
+    step(*layers)
+    step(*layers)
+    with pytest.raises(ValueError, match="expected the same channels"):
+        step(*layers) if rank == 0 else step(layers[1])
+    with sizes_sent() as sizes:
+        step(*layers)
+    return sizes, layers[0].running_mean
+
+
+def test_ranks_go_on_together_after_a_disagreement(two_ranks):
+    (sizes, mean), (other_sizes, other_mean) = two_ranks.run(go_on_after_a_failure)
+    assert sizes == other_sizes == [9, 11, 11, 9]
+    assert torch.equal(mean, other_mean)
