@@ -4,6 +4,9 @@ Starting a process and importing torch takes seconds, so one set of processes se
 ``Ranks.run`` sends them a function by name and its arguments, and returns each rank's result. A
 case that hangs fails within a minute with each rank's stack; processes never outlive their set.
 
+With ``start_method="forkserver"`` processes start at once, as forks of one that has imported torch
+and done nothing else: for cases that end their processes.
+
 On CUDA a function finds its GPU as the default device. Ranks share GPUs where there are fewer, over
 NCCL as well: good for whether it works, useless for how fast.
 """
@@ -27,6 +30,8 @@ CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported withi
 CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and communicators
 AFTER_FAILURE_SECONDS = 10  # for the others, once a rank has failed
 COLLECTIVE_SECONDS = 40  # a collective gives up before its case does
+# What a first step and a first compilation import.
+FORKSERVER_IMPORTS = ["syncbn", "torch._inductor.lowering"]
 
 
 class RankError(AssertionError):
@@ -54,8 +59,10 @@ class Ranks:
         collective_seconds: float = COLLECTIVE_SECONDS,
         backend: str = "gloo",
         device: str = "cpu",
+        start_method: str = "spawn",
     ) -> None:
         self.world_size = world_size
+        self.start_method = start_method
         self.backend = backend
         self.device = device
         self.env = env or {}
@@ -73,7 +80,8 @@ class Ranks:
         self.folder.cleanup()
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(self.start_method)
+        context.set_forkserver_preload(FORKSERVER_IMPORTS)
         store = str(Path(tempfile.mkdtemp(dir=self.folder.name)) / "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()

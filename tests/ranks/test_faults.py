@@ -1,0 +1,98 @@
+"""One rank does something else than the others: all fail in words and in time, or none does.
+
+What it does and what becomes of whom stands in `tests/support/faults.py`.
+"""
+
+import math
+import re
+
+import pytest
+import trial
+from faults import FAULTS
+from ranks import Failure, Ranks
+
+BUFFERS = ("running_mean", "running_var")
+
+
+def run(rank, world_size, name, *case):
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
+    return trial.run(rank, world_size, fault, *case)
+
+
+def outcomes_of(fault, where, world_size, mode, folder):
+    with Ranks(world_size, collective_seconds=fault.timeout, start_method="forkserver") as ranks:
+        return ranks.outcomes(run, fault.name, where, mode, str(folder))
+
+
+CASES = [
+    pytest.param(fault, *case, id="-".join(map(str, (fault.name, *case))))
+    for fault in FAULTS
+    for case in fault.cases()
+]
+
+
+@pytest.mark.parametrize(("fault", "where", "world_size", "mode"), CASES)
+def test_what_becomes_of_the_ranks(fault, where, world_size, mode, tmp_path):
+    outcomes = outcomes_of(fault, where, world_size, mode, tmp_path)
+    *others, that = outcomes
+    if fault.ends:
+        assert isinstance(that, Failure) and that.message == fault.ends
+        outcomes = others
+    for rank, outcome in enumerate(outcomes):
+        assert not isinstance(outcome, Failure), f"rank {rank}: {outcome}"
+    for rank, outcome in enumerate(outcomes):
+        differs = outcome is that
+        fate = fault.that_rank if differs else fault.others
+        check_error(fate, outcome["error"], where, mode, rank)
+        if mode == "eager" and where in fault.passes:
+            check_passes(*fault.passes[where][:: -1 if differs else 1], outcome["error"])
+        if not (differs and fault.leaves):
+            # Half a timeout: compilers take seconds on a machine that does other things.
+            limit = fault.timeout + 4 if fault.waits else fault.timeout / 2
+            assert outcome["seconds"] < limit, outcome["error"]
+            assert outcome["renewed"] == "", outcome["renewed"]
+        check_buffers(outcome["before"], outcome["after"])
+    check_equal([outcome["after"] for outcome in outcomes])
+    if fault.name == "channels":
+        errors = " ".join(outcome["error"] for outcome in outcomes)
+        assert re.search(r"this rank normalizes (\d) while another normalizes (?!\1)[46]", errors)
+
+
+def check_error(fate, error, where, mode, rank):
+    if not fate.pattern:
+        assert error == "", error
+        return
+    if where == "between":  # the next collective is the others'
+        where = "recomputation" if mode == "checkpointed" else "backward"
+    noun = where if where == "recomputation" else f"{where} pass"
+    pattern = fate.pattern.replace("{where}", where).replace("{pass}", noun)
+    assert re.match(pattern, error, re.DOTALL), error
+    if fate.own:
+        return
+    assert re.search(rf"rank {rank}\b", error), error
+    if mode != "compiled":  # a compiled layer does not know its name
+        assert re.search(r"\[layer 'norm\d'", error), error
+
+
+def check_passes(this, other, error):
+    assert re.search(rf"this rank runs {this}.* rank \d runs {other}", error, re.DOTALL), error
+
+
+def check_buffers(before, after):
+    """Each layer has been updated as a whole, or not at all."""
+    for name, (*new, new_count) in after.items():
+        *old, old_count = before[name]
+        updated = new_count != old_count
+        for buffer, old_values, new_values in zip(BUFFERS, old, new, strict=True):
+            assert all(map(math.isfinite, new_values)), (name, buffer)
+            changed = {a != b for a, b in zip(old_values, new_values, strict=True)}
+            assert changed == {updated}, (name, buffer)
+
+
+def check_equal(states):
+    """A layer that was updated as often has the same statistics on all ranks."""
+    known = {}
+    for state in states:
+        for name, (mean, variance, count) in state.items():
+            key = (name, len(mean), count)
+            assert known.setdefault(key, (mean, variance)) == (mean, variance), key
