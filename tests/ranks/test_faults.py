@@ -7,8 +7,10 @@ import math
 import re
 
 import pytest
+import torch.distributed as dist
 import trial
 from faults import FAULTS
+from groups import Exchangeable, make_by_hand
 from ranks import Failure, Ranks
 
 BUFFERS = ("running_mean", "running_var")
@@ -96,3 +98,48 @@ def check_equal(states):
         for name, (mean, variance, count) in state.items():
             key = (name, len(mean), count)
             assert known.setdefault(key, (mean, variance)) == (mean, variance), key
+
+
+def train_without_default_group(rank, world_size, path, wraps):
+    dist.destroy_process_group()
+    group = make_by_hand(path, rank, world_size)
+    training = trial.Training(rank, "eager")
+    trial.hold(training, Exchangeable(group) if wraps else group)
+    training.step()
+    training.step()
+    return trial.is_of_whole_batch(training, [range(world_size)] * 2)
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["by-hand", "subclass"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_group_without_a_default_group_is_used(world_size, wraps, tmp_path):
+    with Ranks(world_size, start_method="forkserver") as ranks:
+        results = ranks.run(train_without_default_group, str(tmp_path / "store"), wraps)
+    assert results == [True] * world_size
+
+
+def train_while_the_group_changes(rank, world_size, mode):
+    members = [range(3), range(2), range(3), range(1), range(2)]
+    groups = [dist.new_group(ranks) for ranks in members]
+    training = trial.Training(rank, mode)
+    group = Exchangeable(groups[0])
+    trial.hold(training, group)
+    for ranks, inner in zip(members, groups, strict=True):
+        if rank in ranks:
+            group.inner = inner
+            training.step()
+        else:
+            training.steps += 1
+    return rank != 0 or trial.is_of_whole_batch(training, members)
+
+
+def test_size_of_a_group_may_change_between_steps():
+    with Ranks(3, start_method="forkserver") as ranks:
+        assert ranks.run(train_while_the_group_changes, "eager") == [True] * 3
+
+
+def test_compiled_layer_refuses_a_group_that_may_change():
+    with Ranks(3, start_method="forkserver") as ranks:
+        for outcome in ranks.outcomes(train_while_the_group_changes, "compiled"):
+            assert isinstance(outcome, Failure) and outcome.kind == "RuntimeError", outcome
+            assert "a compiled or exported layer needs a process group that" in outcome.message

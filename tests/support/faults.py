@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from trial import CHANNELS, FIRST_HALF, SAME_CHANNELS, Training, network
+from trial import CHANNELS, FIRST_HALF, SAME_CHANNELS, Training, hold, network
 
 from syncbn import convert_sync_batchnorm, ops
 
@@ -138,9 +138,6 @@ TWICE = f"{FIRST_HALF} linear3 norm3 norm3 linear4 norm4"
 EXCHANGED = f"{FIRST_HALF} linear3 norm4 linear4 norm3"
 SKIPPED = f"{FIRST_HALF} linear3 linear4 norm4"
 
-# A compiled layer does not know its name: layers of one size are the same to it.
-NAMED = EAGER + CHECKPOINTED
-
 FAULTS = [
     Fault(
         "channels",
@@ -162,13 +159,25 @@ FAULTS = [
         },
     ),
     Fault(
+        "more",
+        "has more layers",
+        train,
+        disagreement,
+        disagreement,
+        SAME_MODEL,
+        others_do=run_layers(FIRST_HALF),
+        passes={
+            "forward": ("the backward pass of layer 'norm2'", "the forward pass of layer 'norm3'")
+        },
+    ),
+    Fault(
         "order",
         "runs two layers of one size in another order",
         run_layers(EXCHANGED),
         disagreement,
         disagreement,
         SAME_MODEL,
-        ways=NAMED,
+        ways=EAGER + CHECKPOINTED,  # a compiled layer does not know its name
         channels=SAME_CHANNELS,
         passes={
             "forward": ("the forward pass of layer 'norm3'", "the forward pass of layer 'norm4'")
@@ -181,7 +190,6 @@ FAULTS = [
         disagreement,
         disagreement,
         SAME_MODEL,
-        ways=NAMED,
         channels=SAME_CHANNELS,
         passes={
             "forward": ("the forward pass of layer 'norm4'", "the forward pass of layer 'norm3'")
@@ -202,7 +210,6 @@ FAULTS = [
         disagreement,
         disagreement,
         SAME_MODEL,
-        ways=NAMED,
         channels=SAME_CHANNELS,
         passes={
             "forward": ("the forward pass of layer 'norm3'", "the forward pass of layer 'norm4'")
@@ -287,7 +294,7 @@ FAULTS += [
         go_on_with_detached_output,
         disagreement,
         disagreement,
-        "multiply a loss that shall not count by 0",
+        "multiply a loss that must not count by 0",
         passes={"forward": AFTERWARDS},
     ),
     Fault(
@@ -356,7 +363,7 @@ def come_late(training, where):
     training.steps_at(where, lambda: time.sleep(1))
 
 
-AFTER_MEMORY = "as above; but the others wait for it in the next layer"
+AFTER_MEMORY = "as above; the others wait for it in the next layer"
 
 FAULTS += [
     Fault(
@@ -388,7 +395,7 @@ FAULTS += [
         run_out_before,
         out_of_memory,
         withdrawn,
-        "catch it on all ranks, and go on with the next step",
+        "catch the errors on all ranks, and go on in a new group",
         where=ANYWHERE,
     ),
     Fault(
@@ -466,7 +473,7 @@ FAULTS += [
         gone,
         loss_of_connection,
         "read the words of the rank that ended; start again from a checkpoint",
-        where=("forward", "backward", "between"),
+        where=(*ANYWHERE, "between"),
         ways=EVERYWHERE if name == "SIGKILL" else EAGER,
         leaves=True,
         ends=name,
@@ -495,12 +502,6 @@ FAULTS += [
 
 def hold_group_of_all(training):
     hold(training, dist.new_group(timeout=timedelta(seconds=WAITING_SECONDS)))
-
-
-def hold(training, group):
-    for module in training.model.modules():
-        if hasattr(module, "process_group"):
-            module.process_group = group
 
 
 def destroy_group(training, where):

@@ -182,10 +182,9 @@ def _serve(
     env: dict[str, str],
     collective_seconds: float,
 ) -> None:
-    parent = os.getppid()
     stack_file = open(stack, "w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **_nccl_on_shared_gpus(rank), **env})
 
     import torch
@@ -234,9 +233,10 @@ def _nccl_on_shared_gpus(rank: int) -> dict[str, str]:
     }
 
 
-def _exit_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

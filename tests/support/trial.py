@@ -72,8 +72,8 @@ def batch(rank, step):
 class Training:
     """The program of a rank; ``mode`` is eager, compiled or checkpointed."""
 
-    def __init__(self, mode, channels=CHANNELS):
-        self.mode, self.steps = mode, 0
+    def __init__(self, rank, mode, channels=CHANNELS):
+        self.rank, self.mode, self.steps = rank, mode, 0
         self.use(convert_sync_batchnorm(network(channels)))
 
     def use(self, model):
@@ -98,7 +98,7 @@ class Training:
 
     def forward(self):
         self.steps += 1
-        x = batch(dist.get_rank(), self.steps).requires_grad_()
+        x = batch(self.rank, self.steps).requires_grad_()
         if self.mode == "checkpointed":
             return checkpoint(self.run, x, use_reentrant=False)
         return self.run(x)
@@ -115,8 +115,7 @@ class Training:
 def run(rank, world_size, fault, where, mode, folder):
     """Make two sound steps and the step of a fault; return what became of this rank."""
     (Path(folder) / f"process-{rank}").write_text(str(os.getpid()))
-    training = Training(mode, fault.channels)
-    training.folder = Path(folder)
+    training = Training(rank, mode, fault.channels)
     fault.prepare(training)
     training.step()
     training.step()
@@ -155,20 +154,27 @@ def renew(rank, survivors, mode, folder):
             world_size=len(survivors),
             timeout=timedelta(seconds=8),
         )
-        training = Training(mode)
+        training = Training(rank, mode)
         training.step()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    return "" if is_of_whole_batch(training, survivors) else "other results"
+    return "" if is_of_whole_batch(training, [survivors]) else "other results"
 
 
-def is_of_whole_batch(training, ranks):
-    """Whether the running statistics are those of one process with the batches of ``ranks``."""
+def is_of_whole_batch(training, ranks_of_steps):
+    """Whether the running statistics are those of one process with the batches of all ranks."""
     alone = network(CHANNELS)
-    for step in range(1, training.steps + 1):
+    for step, ranks in enumerate(ranks_of_steps, start=1):
         alone(torch.cat([batch(rank, step) for rank in ranks]))
     return all(
         # float64 in another order
         torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
         for ours, theirs in zip(training.model.buffers(), alone.buffers(), strict=True)
     )
+
+
+def hold(training, group):
+    """Give all layers this group."""
+    for module in training.model.modules():
+        if hasattr(module, "process_group"):
+            module.process_group = group
