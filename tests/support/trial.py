@@ -114,51 +114,61 @@ class Training:
 
 def run(rank, world_size, fault, where, mode, folder):
     """Make two sound steps and the step of a fault; return what became of this rank."""
-    (Path(folder) / f"process-{rank}").write_text(str(os.getpid()))
+    folder = Path(folder)
+    (folder / f"process-{rank}").write_text(str(os.getpid()))
     training = Training(rank, mode, fault.channels)
     fault.prepare(training)
     training.step()
     training.step()
     training.before = training.buffers()
-    differs = rank == world_size - 1
+    last = world_size - 1
     error = ""
     begin = time.monotonic()
     try:
-        (fault.differs if differs else fault.others_do)(training, where)
+        (fault.differs if rank == last else fault.others_do)(training, where)
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
     seconds = time.monotonic() - begin
-    outcome = {
+    survivors = range(last if fault.leaves else world_size)
+    renewed = renew(rank, survivors, mode, folder) if rank in survivors else ""
+    if rank == 0 and fault.resume is not None:
+        fault.resume(folder / f"process-{last}")
+    return {
         "error": error,
         "seconds": seconds,
         "before": training.before,
         "after": training.buffers(),
-        "renewed": "",
+        "renewed": renewed,
     }
-    survivors = range(world_size - 1 if fault.leaves else world_size)
-    if rank in survivors:
-        outcome["renewed"] = renew(rank, survivors, mode, folder)
-    if rank == 0 and fault.resume is not None:
-        fault.resume(Path(folder) / f"process-{world_size - 1}")
-    return outcome
 
 
 def renew(rank, survivors, mode, folder):
     """Train in a new group; return what went wrong, in words."""
+    wait_for_each_other(rank, survivors, folder)
     try:
         dist.destroy_process_group()
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(str(Path(folder) / "renewed"), len(survivors)),
+            store=dist.FileStore(str(folder / "renewed"), len(survivors)),
             rank=rank,
             world_size=len(survivors),
-            timeout=timedelta(seconds=8),
+            timeout=timedelta(seconds=10),
         )
         training = Training(rank, mode)
         training.step()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "" if is_of_whole_batch(training, [survivors]) else "other results"
+
+
+def wait_for_each_other(rank, survivors, folder):
+    """Wait until all have left the step: a rank that destroys its group tells the others so."""
+    (folder / f"left-{rank}").touch()
+    deadline = time.monotonic() + 8
+    while time.monotonic() < deadline:
+        if all((folder / f"left-{other}").exists() for other in survivors):
+            return
+        time.sleep(0.05)
 
 
 def is_of_whole_batch(training, ranks_of_steps):
