@@ -5,6 +5,7 @@ What it does and what becomes of whom stands in `tests/support/faults.py`.
 
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -33,9 +34,26 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def started(request, tmp_path_factory):
+    """The cases that will be tested, three at a time: many of them only wait."""
+    pool = ThreadPoolExecutor(3)
+    test = test_what_becomes_of_the_ranks
+    cases = [item.callspec.id for item in request.session.items if item.function is test]
+    values = {case.id: case.values for case in CASES}
+    yield {
+        case: pool.submit(outcomes_of, *values[case], tmp_path_factory.mktemp("fault"))
+        for case in cases
+    }
+    pool.shutdown(cancel_futures=True)
+
+
 @pytest.mark.parametrize(("fault", "where", "world_size", "mode"), CASES)
-def test_what_becomes_of_the_ranks(fault, where, world_size, mode, tmp_path):
-    outcomes = outcomes_of(fault, where, world_size, mode, tmp_path)
+def test_what_becomes_of_the_ranks(fault, where, world_size, mode, started, request):
+    check(fault, where, world_size, mode, started[request.node.callspec.id].result())
+
+
+def check(fault, where, world_size, mode, outcomes):
     *others, that = outcomes
     if fault.ends:
         assert isinstance(that, Failure) and that.message == fault.ends

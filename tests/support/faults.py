@@ -37,12 +37,10 @@ PASSES_DIFFER = r"RuntimeError: the ranks run different passes: this rank runs .
 
 goes_on = Fate("", "goes on")
 withdrawn = Fate(
-    WITHDRAWN, "at once: “another rank of the process group withdrew”, with the words of its error"
+    rf"{WITHDRAWN}.*rank \d: OutOfMemoryError: CUDA out of memory",
+    "at once: “another rank of the process group withdrew”, with the words of its error",
 )
-disagreement = Fate(
-    PASSES_DIFFER,
-    "at once: “the ranks run different passes”, and which two",
-)
+disagreement = Fate(PASSES_DIFFER, "at once: “the ranks run different passes”, and which two")
 other_channels = Fate(
     f"{CHANNELS_DIFFER}|{WITHDRAWN}",
     "at once: “expected the same channels on all ranks”, and both numbers",
@@ -73,7 +71,7 @@ CHECKPOINTED = ((3, "checkpointed"),)
 EVERYWHERE = EAGER + COMPILED + CHECKPOINTED
 SELDOM = ((3, "eager"), *COMPILED)  # of what waits for seconds
 
-WAITING_SECONDS = 4  # long for a sound step, short for a test
+WAITING_SECONDS = 5  # long for a sound step, short for a test
 
 
 def train(training: Training, where: str) -> None:
@@ -325,6 +323,13 @@ def raise_in_another_layer(training, where):
     training.steps_at(where, fail)
 
 
+def raise_and_destroy_the_group(training, where):
+    try:
+        training.steps_at(where, fail)
+    finally:
+        dist.destroy_process_group()
+
+
 def catch_and_go_on(training, where):
     try:
         training.steps_at(where, fail)
@@ -372,10 +377,19 @@ FAULTS += [
         raise_in_another_layer,
         user_error,
         communication,
-        "end the process of a rank that fails, as torchrun does: the others then know at once",
+        "let a rank that fails end, or destroy its group: the others then know at once",
         where=ANYWHERE,
         ways=SELDOM,
         waits=True,
+    ),
+    Fault(
+        "user-error-destroys",
+        "raises in another layer and calls `destroy_process_group()`",
+        raise_and_destroy_the_group,
+        user_error,
+        loss_of_connection,
+        "go on in a new group",
+        where=ANYWHERE,
     ),
     Fault(
         "user-error-caught",

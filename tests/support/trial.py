@@ -28,7 +28,6 @@ class Point(nn.Module):
         super().__init__()
         self.actions = {}
 
-    @torch.compiler.disable
     def forward(self, x):
         in_backward = torch._C._current_graph_task_id() != -1
         self.act("recomputation" if in_backward else "forward")
@@ -70,16 +69,22 @@ def batch(rank, step):
 
 
 class Training:
-    """The program of a rank; ``mode`` is eager, compiled or checkpointed."""
+    """The program of a rank; ``mode`` is eager, compiled or checkpointed.
+
+    What is compiled are the layers before the point and those after it, each as one graph.
+    """
 
     def __init__(self, rank, mode, channels=CHANNELS):
         self.rank, self.mode, self.steps = rank, mode, 0
         self.use(convert_sync_batchnorm(network(channels)))
 
     def use(self, model):
-        self.model = self.run = model
+        self.model, parts = model, list(model)
+        middle = [isinstance(part, Point) for part in parts].index(True)
+        halves = [nn.Sequential(*parts[:middle]), nn.Sequential(*parts[middle + 1 :])]
         if self.mode == "compiled":
-            self.run = torch.compile(model, backend="aot_eager")
+            halves = [torch.compile(half, backend="aot_eager") for half in halves]
+        self.run = nn.Sequential(halves[0], parts[middle], halves[1])
         self.before = self.buffers()
 
     def arrange(self, names):
@@ -146,7 +151,8 @@ def renew(rank, survivors, mode, folder):
     """Train in a new group; return what went wrong, in words."""
     wait_for_each_other(rank, survivors, folder)
     try:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(str(folder / "renewed"), len(survivors)),
