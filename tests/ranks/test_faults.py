@@ -6,6 +6,7 @@ What it does and what becomes of whom stands in `tests/support/faults.py`.
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -23,7 +24,13 @@ def run(rank, world_size, name, *case):
 
 
 def outcomes_of(fault, where, world_size, mode, folder):
-    with Ranks(world_size, collective_seconds=fault.timeout, start_method="forkserver") as ranks:
+    with Ranks(
+        world_size,
+        case_seconds=120,
+        after_failure_seconds=60,  # the survivors go on in a new group
+        collective_seconds=fault.timeout,
+        start_method="forkserver",
+    ) as ranks:
         return ranks.outcomes(run, fault.name, where, mode, str(folder))
 
 
@@ -116,6 +123,17 @@ def check_equal(states):
         for name, (mean, variance, count) in state.items():
             key = (name, len(mean), count)
             assert known.setdefault(key, (mean, variance)) == (mean, variance), key
+
+
+def train_compiled_in_two_groups(rank, world_size, folder):
+    trial.Training(rank, "compiled").step()
+    training = trial.train_in_new_group(rank, world_size, Path(folder), "compiled")
+    return trial.is_of_whole_batch(training, [range(world_size)])
+
+
+def test_compiled_layers_train_in_a_new_group(tmp_path):
+    with Ranks(2, case_seconds=120, start_method="forkserver") as ranks:
+        assert ranks.run(train_compiled_in_two_groups, str(tmp_path)) == [True] * 2
 
 
 def train_without_default_group(rank, world_size, path, wraps):

@@ -360,6 +360,7 @@ def run_out_after(training, where):
 
 
 def interrupt_while_waiting(training, where):
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
     training.steps_at(where, timer.start)
 

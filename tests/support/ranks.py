@@ -60,9 +60,11 @@ class Ranks:
         backend: str = "gloo",
         device: str = "cpu",
         start_method: str = "spawn",
+        after_failure_seconds: float = AFTER_FAILURE_SECONDS,
     ) -> None:
         self.world_size = world_size
         self.start_method = start_method
+        self.after_failure_seconds = after_failure_seconds
         self.backend = backend
         self.device = device
         self.env = env or {}
@@ -145,7 +147,7 @@ class Ranks:
                 try:
                     outcomes[rank] = pipe.recv()
                     if isinstance(outcomes[rank], Failure):
-                        deadline = min(deadline, time.monotonic() + AFTER_FAILURE_SECONDS)
+                        deadline = min(deadline, time.monotonic() + self.after_failure_seconds)
                 except EOFError:
                     self.processes[rank].join()
                     code = self.processes[rank].exitcode

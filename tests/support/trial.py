@@ -135,7 +135,7 @@ def run(rank, world_size, fault, where, mode, folder):
         error = f"{type(raised).__name__}: {raised}"
     seconds = time.monotonic() - begin
     survivors = range(last if fault.leaves else world_size)
-    renewed = renew(rank, survivors, mode, folder) if rank in survivors else ""
+    renewed = renew(rank, survivors, folder) if rank in survivors else ""
     if rank == 0 and fault.resume is not None:
         fault.resume(folder / f"process-{last}")
     return {
@@ -147,24 +147,29 @@ def run(rank, world_size, fault, where, mode, folder):
     }
 
 
-def renew(rank, survivors, mode, folder):
+def renew(rank, survivors, folder):
     """Train in a new group; return what went wrong, in words."""
     wait_for_each_other(rank, survivors, folder)
     try:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(str(folder / "renewed"), len(survivors)),
-            rank=rank,
-            world_size=len(survivors),
-            timeout=timedelta(seconds=10),
-        )
-        training = Training(rank, mode)
-        training.step()
+        training = train_in_new_group(rank, len(survivors), folder, "eager")
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "" if is_of_whole_batch(training, [survivors]) else "other results"
+
+
+def train_in_new_group(rank, world_size, folder, mode):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "renewed"), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=10),
+    )
+    training = Training(rank, mode)
+    training.step()
+    return training
 
 
 def wait_for_each_other(rank, survivors, folder):
