@@ -13,6 +13,7 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/architecture.md",
+    "docs/failures.md",
     "docs/integrations.md",
     "docs/numerics.md",
     "docs/pytorch2.md",

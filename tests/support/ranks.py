@@ -4,6 +4,9 @@ Starting a process and importing torch takes seconds, so one set of processes se
 ``Ranks.run`` sends them a function by name and its arguments, and returns each rank's result. A
 case that hangs fails within a minute with each rank's stack; processes never outlive their set.
 
+With ``start_method="forkserver"`` processes start at once, as forks of one that has imported torch
+and done nothing else: for cases that end their processes.
+
 On CUDA a function finds its GPU as the default device. Ranks share GPUs where there are fewer, over
 NCCL as well: good for whether it works, useless for how fast.
 """
@@ -27,6 +30,8 @@ CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported withi
 CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and communicators
 AFTER_FAILURE_SECONDS = 10  # for the others, once a rank has failed
 COLLECTIVE_SECONDS = 40  # a collective gives up before its case does
+# What a first step and a first compilation import.
+FORKSERVER_IMPORTS = ["syncbn", "torch._inductor.lowering"]
 
 
 class RankError(AssertionError):
@@ -54,8 +59,12 @@ class Ranks:
         collective_seconds: float = COLLECTIVE_SECONDS,
         backend: str = "gloo",
         device: str = "cpu",
+        start_method: str = "spawn",
+        after_failure_seconds: float = AFTER_FAILURE_SECONDS,
     ) -> None:
         self.world_size = world_size
+        self.start_method = start_method
+        self.after_failure_seconds = after_failure_seconds
         self.backend = backend
         self.device = device
         self.env = env or {}
@@ -73,7 +82,8 @@ class Ranks:
         self.folder.cleanup()
 
     def start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(self.start_method)
+        context.set_forkserver_preload(FORKSERVER_IMPORTS)
         store = str(Path(tempfile.mkdtemp(dir=self.folder.name)) / "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -137,7 +147,7 @@ class Ranks:
                 try:
                     outcomes[rank] = pipe.recv()
                     if isinstance(outcomes[rank], Failure):
-                        deadline = min(deadline, time.monotonic() + AFTER_FAILURE_SECONDS)
+                        deadline = min(deadline, time.monotonic() + self.after_failure_seconds)
                 except EOFError:
                     self.processes[rank].join()
                     code = self.processes[rank].exitcode
@@ -174,10 +184,9 @@ def _serve(
     env: dict[str, str],
     collective_seconds: float,
 ) -> None:
-    parent = os.getppid()
     stack_file = open(stack, "w")  # noqa: SIM115 - open as long as the process
     faulthandler.register(signal.SIGUSR1, stack_file, all_threads=True)
-    threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **_nccl_on_shared_gpus(rank), **env})
 
     import torch
@@ -226,9 +235,10 @@ def _nccl_on_shared_gpus(rank: int) -> dict[str, str]:
     }
 
 
-def _exit_with_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1)
+def _exit_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
     os._exit(1)
 
 

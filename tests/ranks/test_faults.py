@@ -1,0 +1,181 @@
+"""One rank does something else than the others: all fail in words and in time, or none does.
+
+What it does and what becomes of whom stands in `tests/support/faults.py`.
+"""
+
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import trial
+from faults import FAULTS
+from groups import Exchangeable, make_by_hand
+from ranks import Failure, Ranks
+
+BUFFERS = ("running_mean", "running_var")
+
+
+def run(rank, world_size, name, *case):
+    (fault,) = (fault for fault in FAULTS if fault.name == name)
+    return trial.run(rank, world_size, fault, *case)
+
+
+def outcomes_of(fault, where, world_size, mode, folder):
+    with Ranks(
+        world_size,
+        case_seconds=120,
+        after_failure_seconds=60,  # the survivors go on in a new group
+        collective_seconds=fault.timeout,
+        start_method="forkserver",
+    ) as ranks:
+        return ranks.outcomes(run, fault.name, where, mode, str(folder))
+
+
+CASES = [
+    pytest.param(fault, *case, id="-".join(map(str, (fault.name, *case))))
+    for fault in FAULTS
+    for case in fault.cases()
+]
+
+
+@pytest.fixture(scope="module")
+def started(request, tmp_path_factory):
+    """The cases that will be tested, three at a time: many of them only wait."""
+    pool = ThreadPoolExecutor(3)
+    test = test_what_becomes_of_the_ranks
+    cases = [item.callspec.id for item in request.session.items if item.function is test]
+    values = {case.id: case.values for case in CASES}
+    yield {
+        case: pool.submit(outcomes_of, *values[case], tmp_path_factory.mktemp("fault"))
+        for case in cases
+    }
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize(("fault", "where", "world_size", "mode"), CASES)
+def test_what_becomes_of_the_ranks(fault, where, world_size, mode, started, request):
+    check(fault, where, world_size, mode, started[request.node.callspec.id].result())
+
+
+def check(fault, where, world_size, mode, outcomes):
+    *others, that = outcomes
+    if fault.ends:
+        assert isinstance(that, Failure) and that.message == fault.ends
+        outcomes = others
+    for rank, outcome in enumerate(outcomes):
+        assert not isinstance(outcome, Failure), f"rank {rank}: {outcome}"
+    for rank, outcome in enumerate(outcomes):
+        differs = outcome is that
+        fate = fault.that_rank if differs else fault.others
+        check_error(fate, outcome["error"], where, mode, rank)
+        if mode == "eager" and where in fault.passes:
+            check_passes(*fault.passes[where][:: -1 if differs else 1], outcome["error"])
+        if not (differs and fault.leaves):
+            # Half a timeout: compilers take seconds on a machine that does other things.
+            limit = fault.timeout + 4 if fault.waits else fault.timeout / 2
+            assert outcome["seconds"] < limit, outcome["error"]
+            assert outcome["renewed"] == "", outcome["renewed"]
+        check_buffers(outcome["before"], outcome["after"])
+    check_equal([outcome["after"] for outcome in outcomes])
+    if fault.name == "channels":
+        errors = " ".join(outcome["error"] for outcome in outcomes)
+        assert re.search(r"this rank normalizes (\d) while another normalizes (?!\1)[46]", errors)
+
+
+def check_error(fate, error, where, mode, rank):
+    if not fate.pattern:
+        assert error == "", error
+        return
+    if where == "between":  # the next collective is the others'
+        where = "recomputation" if mode == "checkpointed" else "backward"
+    noun = where if where == "recomputation" else f"{where} pass"
+    pattern = fate.pattern.replace("{where}", where).replace("{pass}", noun)
+    assert re.match(pattern, error, re.DOTALL), error
+    if fate.own:
+        return
+    assert re.search(rf"rank {rank} (of|is)\b", error), error
+    if mode != "compiled":  # a compiled layer does not know its name
+        assert re.search(r"\[layer 'norm\d'", error), error
+
+
+def check_passes(this, other, error):
+    assert re.search(rf"this rank runs {this}.* rank \d runs {other}", error, re.DOTALL), error
+
+
+def check_buffers(before, after):
+    """Each layer has been updated as a whole, or not at all."""
+    for name, (*new, new_count) in after.items():
+        *old, old_count = before[name]
+        updated = new_count != old_count
+        for buffer, old_values, new_values in zip(BUFFERS, old, new, strict=True):
+            assert all(map(math.isfinite, new_values)), (name, buffer)
+            changed = {a != b for a, b in zip(old_values, new_values, strict=True)}
+            assert changed == {updated}, (name, buffer)
+
+
+def check_equal(states):
+    """A layer that was updated as often has the same statistics on all ranks."""
+    known = {}
+    for state in states:
+        for name, (mean, variance, count) in state.items():
+            key = (name, len(mean), count)
+            assert known.setdefault(key, (mean, variance)) == (mean, variance), key
+
+
+def train_compiled_in_two_groups(rank, world_size, folder):
+    trial.Training(rank, "compiled").step()
+    training = trial.train_in_new_group(rank, world_size, Path(folder), "compiled")
+    return trial.is_of_whole_batch(training, [range(world_size)])
+
+
+def test_compiled_layers_train_in_a_new_group(tmp_path):
+    with Ranks(2, case_seconds=120, start_method="forkserver") as ranks:
+        assert ranks.run(train_compiled_in_two_groups, str(tmp_path)) == [True] * 2
+
+
+def train_without_default_group(rank, world_size, path, wraps):
+    dist.destroy_process_group()
+    group = make_by_hand(path, rank, world_size)
+    training = trial.Training(rank, "eager")
+    trial.hold(training, Exchangeable(group) if wraps else group)
+    training.step()
+    training.step()
+    return trial.is_of_whole_batch(training, [range(world_size)] * 2)
+
+
+@pytest.mark.parametrize("wraps", [False, True], ids=["by-hand", "subclass"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_group_without_a_default_group_is_used(world_size, wraps, tmp_path):
+    with Ranks(world_size, start_method="forkserver") as ranks:
+        results = ranks.run(train_without_default_group, str(tmp_path / "store"), wraps)
+    assert results == [True] * world_size
+
+
+def train_while_the_group_changes(rank, world_size, mode):
+    members = [range(3), range(2), range(3), range(1), range(2)]
+    groups = [dist.new_group(ranks) for ranks in members]
+    training = trial.Training(rank, mode)
+    group = Exchangeable(groups[0])
+    trial.hold(training, group)
+    for ranks, inner in zip(members, groups, strict=True):
+        if rank in ranks:
+            group.inner = inner
+            training.step()
+        else:
+            training.steps += 1
+    return rank != 0 or trial.is_of_whole_batch(training, members)
+
+
+def test_size_of_a_group_may_change_between_steps():
+    with Ranks(3, start_method="forkserver") as ranks:
+        assert ranks.run(train_while_the_group_changes, "eager") == [True] * 3
+
+
+def test_compiled_layer_refuses_a_group_that_may_change():
+    with Ranks(3, start_method="forkserver") as ranks:
+        for outcome in ranks.outcomes(train_while_the_group_changes, "compiled"):
+            assert isinstance(outcome, Failure) and outcome.kind == "RuntimeError", outcome
+            assert "a compiled or exported layer needs a process group that" in outcome.message

@@ -1,0 +1,34 @@
+"""Process groups that torch.distributed.new_group has not made."""
+
+import torch
+import torch.distributed as dist
+
+
+def make_by_hand(path, rank, world_size):
+    """Return a group over gloo, as programs make it that never call init_process_group."""
+    store = dist.FileStore(path, world_size)
+    group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, world_size)
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size)
+    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+    return group
+
+
+class Exchangeable(dist.ProcessGroup):
+    """Passes its work on to a group that may be exchanged between steps, as torchft does."""
+
+    def __init__(self, inner):
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+
+    def rank(self):
+        return self.inner.rank()
+
+    def size(self):
+        return self.inner.size()
+
+    def allreduce(self, tensors, options=None):
+        return self.inner.allreduce(tensors, options or dist.AllreduceOptions())
+
+    def getBackendName(self):
+        return "exchangeable"

@@ -1,0 +1,201 @@
+"""A small training program on each rank, one of which does something else in its third step.
+
+`faults.py` says what. All is float64, and small enough that a step takes no time.
+"""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from syncbn import convert_sync_batchnorm
+
+FEATURES = 5
+CHANNELS = (6, 8, 4, 10)
+SAME_CHANNELS = (4, 4, 4, 4)
+FIRST_HALF = "linear1 norm1 linear2 norm2 point"
+
+
+class Point(nn.Module):
+    """A user's layer: does once what it was told, in its forward, backward or recomputation."""
+
+    def __init__(self):
+        super().__init__()
+        self.actions = {}
+
+    def forward(self, x):
+        in_backward = torch._C._current_graph_task_id() != -1
+        self.act("recomputation" if in_backward else "forward")
+        return _Identity.apply(x, self)
+
+    def act(self, where):
+        self.actions.pop(where, lambda: None)()
+
+
+class _Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, point):
+        ctx.point = point
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.point.act("backward")
+        return grad, None
+
+
+def network(channels):
+    """Return an unconverted model; the point is between its second and third layer."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    for number, (before, after) in enumerate(
+        zip((FEATURES, *channels), channels, strict=False), start=1
+    ):
+        model.add_module(f"linear{number}", nn.Linear(before, after))
+        model.add_module(f"norm{number}", nn.BatchNorm1d(after))
+        if number == 2:
+            model.add_module("point", Point())
+    return model.double()
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.rand(7, FEATURES, dtype=torch.float64, generator=generator)
+
+
+class Training:
+    """The program of a rank; ``mode`` is eager, compiled or checkpointed.
+
+    What is compiled are the layers before the point and those after it, each as one graph.
+    """
+
+    def __init__(self, rank, mode, channels=CHANNELS):
+        self.rank, self.mode, self.steps = rank, mode, 0
+        self.use(convert_sync_batchnorm(network(channels)))
+
+    def use(self, model):
+        self.model, parts = model, list(model)
+        middle = [isinstance(part, Point) for part in parts].index(True)
+        halves = [nn.Sequential(*parts[:middle]), nn.Sequential(*parts[middle + 1 :])]
+        if self.mode == "compiled":
+            halves = [torch.compile(half, backend="aot_eager") for half in halves]
+        self.run = nn.Sequential(halves[0], parts[middle], halves[1])
+        self.before = self.buffers()
+
+    def arrange(self, names):
+        """Run the layers of these names in this order."""
+        parts = [(name, self.model.get_submodule(name)) for name in names.split()]
+        self.use(nn.Sequential(*(part for _, part in parts)))
+
+    def buffers(self):
+        """Return running_mean, running_var and num_batches_tracked of each layer by its name."""
+        layers = [m for m in self.model.modules() if hasattr(m, "running_mean")]
+        return {
+            layer._name: (layer.running_mean.tolist(), layer.running_var.tolist(), int(tracked))
+            for layer in layers
+            if (tracked := layer.num_batches_tracked) is not None
+        }
+
+    def forward(self):
+        self.steps += 1
+        x = batch(self.rank, self.steps).requires_grad_()
+        if self.mode == "checkpointed":
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
+
+    def step(self):
+        self.forward().square().sum().backward()
+
+    def steps_at(self, where, action):
+        """Make a step in which the point does ``action``."""
+        self.model.point.actions[where] = action
+        self.step()
+
+
+def run(rank, world_size, fault, where, mode, folder):
+    """Make two sound steps and the step of a fault; return what became of this rank."""
+    folder = Path(folder)
+    (folder / f"process-{rank}").write_text(str(os.getpid()))
+    training = Training(rank, mode, fault.channels)
+    fault.prepare(training)
+    training.step()
+    training.step()
+    training.before = training.buffers()
+    last = world_size - 1
+    error = ""
+    begin = time.monotonic()
+    try:
+        (fault.differs if rank == last else fault.others_do)(training, where)
+    except BaseException as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    seconds = time.monotonic() - begin
+    survivors = range(last if fault.leaves else world_size)
+    renewed = renew(rank, survivors, folder) if rank in survivors else ""
+    if rank == 0 and fault.resume is not None:
+        fault.resume(folder / f"process-{last}")
+    return {
+        "error": error,
+        "seconds": seconds,
+        "before": training.before,
+        "after": training.buffers(),
+        "renewed": renewed,
+    }
+
+
+def renew(rank, survivors, folder):
+    """Train in a new group; return what went wrong, in words."""
+    wait_for_each_other(rank, survivors, folder)
+    try:
+        training = train_in_new_group(rank, len(survivors), folder, "eager")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if is_of_whole_batch(training, [survivors]) else "other results"
+
+
+def train_in_new_group(rank, world_size, folder, mode):
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(str(folder / "renewed"), world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=10),
+    )
+    training = Training(rank, mode)
+    training.step()
+    return training
+
+
+def wait_for_each_other(rank, survivors, folder):
+    """Wait until all have left the step: a rank that destroys its group tells the others so."""
+    (folder / f"left-{rank}").touch()
+    deadline = time.monotonic() + 8
+    while time.monotonic() < deadline:
+        if all((folder / f"left-{other}").exists() for other in survivors):
+            return
+        time.sleep(0.05)
+
+
+def is_of_whole_batch(training, ranks_of_steps):
+    """Whether the running statistics are those of one process with the batches of all ranks."""
+    alone = network(CHANNELS)
+    for step, ranks in enumerate(ranks_of_steps, start=1):
+        alone(torch.cat([batch(rank, step) for rank in ranks]))
+    return all(
+        # float64 in another order
+        torch.allclose(ours, theirs, rtol=1e-9, atol=1e-12)
+        for ours, theirs in zip(training.model.buffers(), alone.buffers(), strict=True)
+    )
+
+
+def hold(training, group):
+    """Give all layers this group."""
+    for module in training.model.modules():
+        if hasattr(module, "process_group"):
+            module.process_group = group
