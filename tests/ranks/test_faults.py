@@ -28,7 +28,6 @@ def outcomes_of(fault, where, world_size, mode, folder):
         world_size,
         case_seconds=120,
         after_failure_seconds=60,  # the survivors go on in a new group
-        collective_seconds=fault.timeout,
         start_method="forkserver",
     ) as ranks:
         return ranks.outcomes(run, fault.name, where, mode, str(folder))

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -71,7 +70,7 @@ CHECKPOINTED = ((3, "checkpointed"),)
 EVERYWHERE = EAGER + COMPILED + CHECKPOINTED
 SELDOM = ((3, "eager"), *COMPILED)  # of what waits for seconds
 
-WAITING_SECONDS = 5  # long for a sound step, short for a test
+WAITING_SECONDS = 5  # of a group's timeout
 
 
 def train(training: Training, where: str) -> None:
@@ -516,7 +515,7 @@ FAULTS += [
 
 
 def hold_group_of_all(training):
-    hold(training, dist.new_group(timeout=timedelta(seconds=WAITING_SECONDS)))
+    hold(training, dist.new_group())
 
 
 def destroy_group(training, where):

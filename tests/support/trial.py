@@ -126,6 +126,9 @@ def run(rank, world_size, fault, where, mode, folder):
     training.step()
     training.step()
     training.before = training.buffers()
+    # Only now: compilers take seconds, more on one rank than on the other.
+    for group in {dist.group.WORLD, training.model.norm1.process_group or dist.group.WORLD}:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=fault.timeout), group)
     last = world_size - 1
     error = ""
     begin = time.monotonic()
