@@ -10,8 +10,8 @@
 //   statistics   (message, totals, mean, invstd, count, sums) are contiguous float64.
 //   tag, outlook, tag_sum
 //                what ranks announce to each other, see syncbn/agreement.py. With a tag, a message
-//                has the length 2C+3 in both directions: 2C sums, the count (backward 0), the tag,
-//                and the outlook.
+//                has the length 2C+4 in both directions: 2C sums, the count (backward 0), the tag,
+//                the outlook and its square.
 // All tensors are on one device. Nothing synchronizes with the host on CUDA. Results do not
 // depend on the number of threads. None of the operators communicates or has an autograd formula:
 // syncbn/functional.py joins them with the collectives. Errors are RuntimeError.
@@ -21,7 +21,7 @@
 STABLE_TORCH_LIBRARY(syncbn, m) {
   // This rank's part of the batch statistics, as a message that ranks can add up.
   //   message  [2C+1]: sum of x per channel, sum of x^2 per channel, number of values per channel;
-  //            [2C+3] with a tag.
+  //            [2C+4] with a tag.
   // The sums are derived from a mean and a sum of squared deviations that are computed first, so
   // that the message is as accurate as float64 can carry it. An empty input gives zeros.
   m.def("batch_norm_stats(Tensor input, float? tag=None, float outlook=0) -> Tensor message");
@@ -50,7 +50,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   // This rank's part of the sums over the batch that backward needs.
   //   grad_output  shape, dtype and layout of input.
   //   sums         [2C]: sum of dy per channel, sum of dy * xhat per channel, with
-  //                xhat = (x - mean) * invstd; [2C+3] with a tag. Ranks add them up.
+  //                xhat = (x - mean) * invstd; [2C+4] with a tag. Ranks add them up.
   //   grad_weight, grad_bias [C]: the same sums of this rank alone, in weight_dtype and bias_dtype,
   //                each a floating dtype.
   m.def(
@@ -63,7 +63,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   //   count        [1]: number of values per channel in the whole group.
   //   grad_input   input's shape, dtype and layout:
   //                (dy - sum(dy) / count - xhat * sum(dy * xhat) / count) * weight * invstd.
-  // With tag_sum, sums are of length 2C+3 and judged as totals are in batch_norm_apply.
+  // With tag_sum, sums are of length 2C+4 and judged as totals are in batch_norm_apply.
   m.def(
       "batch_norm_backward_apply(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
       "Tensor? weight, Tensor sums, Tensor count, float? tag_sum=None, Tensor(a!)? verdict=None) "

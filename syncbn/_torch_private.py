@@ -32,6 +32,7 @@ __all__ = [
     "is_dispatch_key_included",
     "is_exporting",
     "is_mode_recording",
+    "is_registered",
     "jit_tracing_state",
     "join_config",
     "num_dispatch_modes",
@@ -79,6 +80,11 @@ def resolve_process_group(name: str) -> "ProcessGroup":
     resolve: Any = torch._C._distributed_c10d._resolve_process_group
     group: ProcessGroup = resolve(name)
     return group
+
+
+def is_registered(group: "ProcessGroup") -> bool:
+    """Whether torch.distributed has made the group and not destroyed it."""
+    return group in torch.distributed.distributed_c10d._world.pg_map
 
 
 def device_types(group: "ProcessGroup") -> set[str]:

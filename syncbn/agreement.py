@@ -5,9 +5,9 @@ make different passes of one size would add up what does not belong together. So
 
 - Each message ends with a tag, a number for the pass: direction and layer. Where the sum of tags is
   not the tag times the number of ranks, ranks make different passes. All ranks see it at once.
-- Each message also ends with an outlook, a number for the size of the message that its rank expects
-  to send next: that which followed this pass the last time. Where outlooks agree, a rank knows what
-  the others are about to send. If it is to send another size itself, it first takes part in a
+- Each message also ends with an outlook, the size of the message that its rank expects to send
+  next: that which followed this pass the last time. Where outlooks agree, a rank knows what the
+  others are about to send. If it is to send another size itself, it first takes part in a
   collective of the expected size, with a tag of its own: if all ranks go that way together, they
   agree in it and go on; otherwise all of them fail with words.
 - Where nothing is expected, as in the first step, the first rank to come writes its size to the
@@ -30,7 +30,17 @@ from syncbn import _torch_private, collectives, ops
 from syncbn.collectives import ProcessGroup
 from syncbn.identity import ANONYMOUS, Identity, identity_numbered
 
-__all__ = ["History", "Record", "Report", "channels_of", "check_sound", "describe", "history_of"]
+__all__ = [
+    "History",
+    "Record",
+    "Report",
+    "channels_of",
+    "check_not_destroyed",
+    "check_sound",
+    "describe",
+    "history_of",
+    "size_of",
+]
 
 # In the tags of passes.
 _NUMBERS = {"forward": 0, "recomputation": 0, "backward": 1, "double backward": 2}
@@ -43,27 +53,23 @@ _MAX_RECORDS = 10_000
 class Report(NamedTuple):
     """What a rank does, as it tells others: the size and tag of its message, and words.
 
-    The size is 0 if it has withdrawn.
+    The size is 0 if it has withdrawn; the words then are those of its error.
     """
 
     size: int
     tag: int
+    rank: int
     words: str
-
-    @property
-    def is_forward(self) -> bool:
-        """Whether it is a forward pass or the recomputation of one."""
-        return self.tag % 8 == _NUMBERS["forward"]
 
     @classmethod
     def parse(cls, text: bytes) -> "Report":
         """Return what :meth:`encode` was made of."""
-        size, tag, words = text.decode().split(" ", 2)
-        return cls(int(size), int(tag), words)
+        size, tag, rank, words = text.decode().split(" ", 3)
+        return cls(int(size), int(tag), int(rank), words)
 
     def encode(self) -> str:
         """Return it as text, for the store."""
-        return f"{self.size} {self.tag} {self.words}"
+        return " ".join(map(str, self))
 
 
 class Record:
@@ -76,7 +82,7 @@ class Record:
         # That of a forward pass for its recomputation, whose sum may be the one that was kept.
         self.tag = float(8 * layer.number + _NUMBERS[direction])
         self.sizes: list[int] = []
-        self.outlook = 0.0
+        self.outlook = 0
 
     def follow(self, size: int) -> None:
         """Remember what has followed."""
@@ -84,7 +90,7 @@ class Record:
             self.sizes.remove(size)
         self.sizes.append(size)
         # Nothing is expected after the calls of a function, which may belong to any layer.
-        self.outlook = float(_spread(size)) if self.layer.key else 0.0
+        self.outlook = size if self.layer.key else 0
 
     @property
     def name(self) -> str:
@@ -96,10 +102,7 @@ class Record:
 
 
 def _spread(number: int) -> int:
-    """Return a number of 32 bits, of which sums over two million ranks are exact in float64.
-
-    Spread out, because the mean of the sizes 9, 13 and 17 is 13: that rank would find all equal.
-    """
+    """Return a number of 32 bits, of which sums over two million ranks are exact in float64."""
     return number * 2654435761 % 2**32
 
 
@@ -114,6 +117,7 @@ class History:
         # A later group may have the name and the store of an earlier one.
         self.prefix = f"syncbn/{_groups_named[name]}"
         self.records: dict[tuple[int, str], Record] = {}
+        self.registered = _torch_private.is_registered(group)
         self.adds_up = collectives.adds_up(group)
         self.label = collectives.is_debugging()
         self.num_passes = 0
@@ -126,8 +130,7 @@ class History:
     def forget(self) -> None:
         """Expect nothing: after a failure ranks may go on at different places."""
         self.last = Record(self, ANONYMOUS, "forward")
-        self.last_size: int | None = None  # what was expected to come next when it was sent
-        self.last_outlook = 0.0
+        self.last_outlook = 0  # as it was sent
         self.totals: Tensor | None = None
 
     def record(self, layer: Identity, direction: str) -> Record:
@@ -167,13 +170,12 @@ class History:
         self.size = size
         last, other = self.last, None
         if size not in last.sizes:
-            expected = self._expected(group)
-            if expected is None:
+            expected = self._expected()
+            if expected == 0:
                 other = self._compare_in_store(record, group, device)
-            else:
+            elif expected != size:
                 self._turn(record, expected, group, device)
         self.last, self.totals = record, None
-        self.last_size = record.sizes[-1] if record.sizes else None
         self.last_outlook = record.outlook
         if not last.sizes or last.sizes[-1] != size:
             last.follow(size)
@@ -197,25 +199,32 @@ class History:
             The size of the message that the others send or are to send; 0 if none can be met.
         """
         if size is None or size not in self.last.sizes:
-            expected = self._expected(group)
-            if expected is not None:
+            expected = self._expected()
+            if expected:
                 return expected
-            first = self._write_first(Report(0, 0, words), group, device)
+            first = self._write_first(Report(0, 0, group.rank(), words), group, device)
             if first is not None:
                 return first.size
         return size or 0
 
-    def _expected(self, group: ProcessGroup) -> int | None:
-        """Return the size that all ranks expect to come next; None if they expect nothing."""
-        if self.totals is None or self.last_size is None or self.last_outlook == 0:
-            return None
-        common = self.totals[-1].item() == self.sum_of(self.last_outlook, group)
-        return self.last_size if common else None
+    def _expected(self) -> int:
+        """Return the size that is expected to come next; 0 if none is, or ranks expect several.
+
+        Ranks may expect nothing while others do, as after they have made a layer anew. If all other
+        k ranks expect s, the sums of outlooks and of their squares are k s and k s².
+        """
+        if self.totals is None:
+            return 0
+        outlooks, squares = self.totals[-2:].tolist()
+        if outlooks == 0 or squares % outlooks != 0 or outlooks**2 % squares != 0:
+            return 0
+        expected = int(squares / outlooks)
+        return expected if self.last_outlook in (0, expected) else 0
 
     def report(self, record: Record, group: ProcessGroup) -> Report:
         """Return what this rank does."""
-        words = f"rank {group.rank()} runs {record} with {channels_of(self.size)} channels"
-        return Report(self.size, int(record.tag), words)
+        words = f"runs {record} with {channels_of(self.size)} channels"
+        return Report(self.size, int(record.tag), group.rank(), words)
 
     def _turn(
         self, record: Record, expected: int, group: ProcessGroup, device: torch.device
@@ -223,7 +232,7 @@ class History:
         """Agree with all ranks to send messages of another size than is expected."""
         message = torch.zeros(expected, dtype=torch.float64, device=device)
         tag = float(_spread(_spread(self.size) + int(record.tag)))
-        message[-2] = tag
+        message[-3] = tag
         totals = collectives.all_reduce_sum(message, group)
         check_sound(totals, self.sum_of(tag, group))
 
@@ -272,7 +281,7 @@ def check_sound(totals: Tensor, tag_sum: float) -> None:
     Raises:
         PassesDifferError, WithdrawnError: As the operators would.
     """
-    count, found, _ = totals[-3:].tolist()
+    count, found, *_ = totals[-4:].tolist()
     if count != count:
         raise ops.WithdrawnError
     if found != tag_sum:
@@ -281,7 +290,12 @@ def check_sound(totals: Tensor, tag_sum: float) -> None:
 
 def channels_of(size: int) -> int:
     """Return the C of a message of this size."""
-    return (size - 3) // 2
+    return (size - 4) // 2
+
+
+def size_of(channels: int) -> int:
+    """Return the size of a message of C channels."""
+    return 2 * channels + 4
 
 
 _histories: WeakKeyDictionary[ProcessGroup, History] = WeakKeyDictionary()
@@ -294,3 +308,12 @@ def history_of(group: ProcessGroup) -> History:
     if history is None:
         history = _histories[group] = History(group)
     return history
+
+
+def check_not_destroyed(group: ProcessGroup) -> None:
+    """Raise ValueError if torch.distributed has made the group and destroyed it since."""
+    if history_of(group).registered and not _torch_private.is_registered(group):
+        raise ValueError(
+            f"rank {group.rank()} is to use the process_group {group.group_name!r}, which was "
+            "destroyed; give the layer another group, or None for all ranks"
+        )

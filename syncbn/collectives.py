@@ -18,6 +18,7 @@ __all__ = [
     "check_process_group",
     "group_named",
     "is_debugging",
+    "is_plain",
     "likely_device",
     "resolve_group",
 ]
@@ -67,7 +68,7 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
         check_process_group(group)
     if isinstance(group, int):
         raise ValueError(
-            f"rank {dist.get_rank()} is not a member of this layer's process_group: "
+            f"{_this_rank()} is not a member of this layer's process_group: "
             "torch.distributed.new_group returned no group for it. Give each rank a group that it "
             "is in, or do not run this layer on it in training mode"
         )
@@ -84,9 +85,14 @@ def group_named(name: str) -> ProcessGroup:
         return _torch_private.resolve_process_group(name)
     except RuntimeError as error:
         raise RuntimeError(
-            f"torch.distributed knows no group of the name {name!r}; a compiled or exported layer "
-            "needs a process group that torch.distributed.new_group has made"
+            f"{_this_rank()} is to use a group of the name {name!r}, which torch.distributed does "
+            "not know; a compiled or exported layer needs a process group that "
+            "torch.distributed.new_group has made and that was not destroyed"
         ) from error
+
+
+def _this_rank() -> str:
+    return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
 
 
 def adds_up(group: ProcessGroup) -> bool:
@@ -100,6 +106,11 @@ def adds_up(group: ProcessGroup) -> bool:
 def is_debugging() -> bool:
     """Whether TORCH_DISTRIBUTED_DEBUG asks for details."""
     return bool(get_debug_level() != DebugLevel.OFF)
+
+
+def is_plain(group: ProcessGroup) -> bool:
+    """Whether a graph can hold the group, by its name: not so one that is written in Python."""
+    return type(group) is ProcessGroup
 
 
 def likely_device(group: ProcessGroup) -> torch.device:

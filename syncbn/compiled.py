@@ -34,13 +34,16 @@ def train(
     """As :func:`syncbn.functional.train`, to be traced by torch.compile.
 
     Returns:
-        None where a number, such as numpy's, fits into no graph.
+        None where a number, such as numpy's, or a group, such as one that is written in Python,
+        fits into no graph.
 
     Raises:
         TypeError, ValueError: An argument that fits into no graph, such as an input of None. The
             compiler runs the layer uncompiled or, with ``fullgraph=True``, quotes the words.
     """
     checks.check_no_transform()
+    if group is not None and not collectives.is_plain(group):
+        return None
     group_name = None if group is None else group.group_name
     if not _is_valid(input, arguments, alone=group is None):
         if not _fits_operator(input, arguments):
@@ -51,7 +54,7 @@ def train(
             input, *arguments, group_name, identity_of(layer).name
         )
         return failed
-    identity = None if isinstance(layer, Identity) else layer._identity_tensor
+    identity = None if isinstance(layer, (Identity, str)) else layer._identity_tensor
     output: Tensor = CompiledSyncBatchNormFunction.apply(
         layout.as_dense(input), *arguments.for_operators(), group_name, identity
     )
@@ -260,15 +263,15 @@ def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None 
     totals = exchange.wait(reduced, group, record)
     if not totals.is_cuda:
         exchange.judge(totals, group, record)
-        return totals[:-2].clone()  # an operator returns what is new
+        return totals[:-3].clone()  # an operator returns what is new
     # Never waits for the device: sums that are not sound become NaN.
-    sound = totals[-2] == record.history.sum_of(record.tag, group)
-    return torch.where(sound, totals[:-2], torch.nan)
+    sound = totals[-3] == record.history.sum_of(record.tag, group)
+    return torch.where(sound, totals[:-3], torch.nan)
 
 
 @torch.library.register_fake("syncbn::compiled_wait")
 def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None = None) -> Tensor:
-    return reduced.new_empty(reduced.size(0) - 2)
+    return reduced.new_empty(reduced.size(0) - 3)
 
 
 def _group(name: str | None) -> ProcessGroup | None:

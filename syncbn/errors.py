@@ -34,8 +34,7 @@ def of_pass(
         return with_layer_and_rank(error, layer, group)
     history = record.history
     if isinstance(error, ops.WithdrawnError):
-        report = reports.read(group, history)
-        error = _withdrawn(record, report)
+        error = _withdrawn(record, reports.read(group, history))
     elif isinstance(error, ops.PassesDifferError):
         other = reports.another_pass(group, history, record)
         error = _different(history.report(record, group), other)
@@ -47,7 +46,7 @@ def of_report(other: Report, group: ProcessGroup, record: Record) -> Exception:
     """Return the error of a rank that is not to meet another rank, which has reported."""
     history = record.history
     if other.size == 0:
-        error: Exception = _withdrawn(record, other.words)
+        error: Exception = _withdrawn(record, other)
     else:
         error = _different(history.report(record, group), other)
     history.forget()
@@ -69,20 +68,28 @@ def of_collective(error: RuntimeError, group: ProcessGroup, record: Record) -> E
     return RuntimeError(f"{located}: {error}")
 
 
-def _withdrawn(record: Record, report: str) -> RuntimeError:
+def _withdrawn(record: Record, report: Report | None) -> RuntimeError:
+    why = "that rank's own message says which"
+    if report is not None:
+        why = f"rank {report.rank}: {report.words}"
     return RuntimeError(
         f"another rank of the process group withdrew from this {record.name} because of an error; "
-        + (report or "that rank's own message says which")
+        f"{why}"
     )
 
 
 def _different(own: Report, other: Report | None) -> Exception:
     if other is None:
-        return RuntimeError(f"the ranks run different passes: {own.words}, another rank does not")
-    if other.size != own.size and own.is_forward and other.is_forward:
-        return ValueError(
-            f"expected the same channels on all ranks, but this rank normalizes "
-            f"{channels_of(own.size)} while another normalizes {channels_of(other.size)}: "
-            f"{own.words}, while {other.words}"
-        )
-    return RuntimeError(f"the ranks run different passes: {own.words}, while {other.words}")
+        others = "another rank does not"
+    else:
+        others = f"rank {other.rank} {other.words}"
+        if own.tag == other.tag and own.size != other.size:
+            return ValueError(
+                f"expected the same channels on all ranks, but this rank normalizes "
+                f"{channels_of(own.size)} while another normalizes {channels_of(other.size)}: "
+                f"this rank {own.words}, while {others}"
+            )
+    return RuntimeError(
+        f"the ranks run different passes: this rank {own.words}, while {others}; all ranks must "
+        "run the same layers in the same order, forward and backward"
+    )

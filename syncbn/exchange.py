@@ -131,12 +131,12 @@ def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
         NotImplementedError, RuntimeError: As :func:`sum_over_ranks`.
     """
     record = history_of(group).record(layer, "double backward")
-    end = values.new_tensor([0.0, record.tag, record.outlook])
+    end = values.new_tensor([0.0, record.tag, record.outlook, record.outlook**2])
     message = torch.cat([values, end])
     _enter(message, group, record)
     totals = sum_over_ranks(message, group, record)
     judge(totals, group, record)
-    return totals[:-3]
+    return totals[:-4]
 
 
 def sum_over_ranks(message: Tensor, group: ProcessGroup, record: Record) -> Tensor:
@@ -282,7 +282,7 @@ def _withdraw(
         known = [tensor for tensor in (*tensors, input) if isinstance(tensor, Tensor)]
         device = known[0].device if known else collectives.likely_device(group)
         channels = _count_channels(input, arguments)
-        size = None if channels is None else 2 * channels + 3
+        size = None if channels is None else agreement.size_of(channels)
         history = history_of(group)
         # An error in here must not hide that of the rank.
         with _no_trace(), contextlib.suppress(RuntimeError, ValueError):
@@ -311,7 +311,7 @@ def _count_channels(input: object, arguments: Arguments | None) -> int | None:
 def _send_withdrawal(group: ProcessGroup, size: int, device: torch.device) -> None:
     """Take part in the collective of the other ranks with a count of NaN."""
     message = torch.zeros(size, dtype=torch.float64, device=device)
-    message[-3] = torch.nan
+    message[-4] = torch.nan
     with contextlib.suppress(RuntimeError, ValueError):
         collectives.all_reduce_sum(message, group)
 

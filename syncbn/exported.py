@@ -69,7 +69,7 @@ def _(
     arguments = Arguments(weight, bias, None, None, None, 0.0, eps)
     output, *statistics = passes.normalize(dense, totals, arguments, group, layer, record)
     mean, invstd, count = statistics
-    return output, totals[:-2].clone(), mean, invstd, count
+    return output, totals[:-3].clone(), mean, invstd, count
 
 
 @torch.library.register_fake("syncbn::exported_batch_norm")

@@ -7,6 +7,7 @@ import torch.fx
 from torch import Tensor
 
 from syncbn import (
+    agreement,
     checks,
     collectives,
     compiled,
@@ -132,6 +133,11 @@ def train(
         output = _train_uncompiled(input, arguments, process_group, layer)
         return output
     identity = identity_of(layer)
+    if group is not None and process_group is not None:
+        try:
+            agreement.check_not_destroyed(group)
+        except ValueError as error:
+            raise errors.with_layer_and_rank(error, identity, group) from None
     dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
     weight, bias, *_ = arguments
     output = SyncBatchNormFunction.apply(
@@ -143,7 +149,7 @@ def train(
 torch.fx.wrap("train")  # symbolic tracing records the call
 
 _train_uncompiled = torch.compiler.disable(
-    train, reason="a SyncBatchNorm layer has a number that fits into no graph"
+    train, reason="a SyncBatchNorm layer has a number or a process group that fits into no graph"
 )
 
 

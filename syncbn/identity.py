@@ -53,14 +53,17 @@ class _Identified(Protocol):
     _identity_tensor: Tensor
 
 
-# What a pass is told of its layer: the identity, or the layer itself under torch.compile, where
-# reading the name would add a guard and compile the graph again for each layer.
-Layer = Identity | _Identified
+# What a pass is told of its layer: the identity; the name in a graph of torch.fx; or, under
+# torch.compile, the layer itself, where reading the name would add a guard and compile the graph
+# again for each layer.
+Layer = Identity | str | _Identified
 
 
 def identity_of(layer: Layer) -> Identity:
     """Return the identity of what a pass was told."""
-    return layer if isinstance(layer, Identity) else layer._identity
+    if isinstance(layer, Identity):
+        return layer
+    return identity_named(layer) if isinstance(layer, str) else layer._identity
 
 
 @functools.cache

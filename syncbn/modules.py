@@ -14,7 +14,7 @@ from syncbn._torch_private import BatchNormBase
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
-from syncbn.identity import ANONYMOUS, Identity
+from syncbn.identity import ANONYMOUS, Identity, Layer
 
 __all__ = ["BatchNorm", "ModuleT", "SyncBatchNorm", "SyncBatchNormAct"]
 
@@ -135,11 +135,12 @@ class SyncBatchNorm(BatchNormBase):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``; see the class."""
+        layer: Layer = self if torch.compiler.is_compiling() else self._identity
         if isinstance(input, torch.fx.Proxy):
             recorded = _record_call(self, SyncBatchNorm.forward, input)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
-        layer = self if torch.compiler.is_compiling() else self._identity  # see identity.Layer
+            layer = self._identity.name
         has_running = self.track_running_stats or not self.training
         counter = self.num_batches_tracked if self.track_running_stats and self.training else None
         arguments = Arguments(

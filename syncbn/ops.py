@@ -50,7 +50,7 @@ def _in_its_class(error: RuntimeError) -> RuntimeError:
 def batch_norm_stats(input: Tensor, tag: float | None = None, outlook: float = 0.0) -> Tensor:
     """Compute this rank's message: sum of x, sum of x² and number of values, float64 [2C+1].
 
-    With a tag [2C+3], ending with tag and outlook.
+    With a tag [2C+4], ending with tag, outlook and its square.
     """
     try:
         message: Tensor = _batch_norm_stats(input, tag, outlook)
@@ -113,7 +113,7 @@ def batch_norm_backward_reduce(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's sums of dy and dy·xhat, float64 [2C], and grad_weight, grad_bias [C].
 
-    With a tag the sums are [2C+3], ending with 0, tag and outlook.
+    With a tag the sums are [2C+4], ending with 0, tag, outlook and its square.
     """
     try:
         results: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward_reduce(
@@ -153,7 +153,7 @@ for _name in ("stats", "apply", "backward_reduce", "backward_apply"):
 
 @torch.library.register_fake("syncbn::batch_norm_stats")
 def _(input: Tensor, tag: float | None = None, outlook: float = 0.0) -> Tensor:
-    size = 2 * input.size(1) + (1 if tag is None else 3)
+    size = 2 * input.size(1) + (1 if tag is None else 4)
     return input.new_empty(size, dtype=torch.float64)
 
 
@@ -193,7 +193,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     channels = input.size(1)
     return (
-        mean.new_empty(2 * channels + (0 if tag is None else 3)),
+        mean.new_empty(2 * channels + (0 if tag is None else 4)),
         mean.new_empty(channels, dtype=weight_dtype),
         mean.new_empty(channels, dtype=bias_dtype),
     )

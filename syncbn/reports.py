@@ -15,24 +15,23 @@ _PATIENCE = timedelta(seconds=5)
 
 def leave(group: ProcessGroup, history: History, error: BaseException) -> str:
     """Tell why this rank withdraws, before it does; return the words."""
-    text = str(error)[:_MAX_CHARACTERS]
-    words = f"rank {group.rank()}: {type(error).__name__}: {text}"
+    words = f"{type(error).__name__}: {str(error)[:_MAX_CHARACTERS]}"
     with contextlib.suppress(RuntimeError):
         store = group.get_group_store()
         if store is not None:
-            store.compare_set(_key(history, "withdrawn"), "", words)
+            report = Report(0, 0, group.rank(), words)
+            store.compare_set(_key(history, "withdrawn"), "", report.encode())
     return words
 
 
-def read(group: ProcessGroup, history: History) -> str:
-    """Return why a rank has withdrawn; empty if that is not known."""
+def read(group: ProcessGroup, history: History) -> Report | None:
+    """Return why a rank has withdrawn; None if that is not known."""
     with contextlib.suppress(RuntimeError):
         store = group.get_group_store()
         key = _key(history, "withdrawn")
         if store is not None and store.check([key]):
-            words: bytes = store.get(key)
-            return words.decode()
-    return ""
+            return Report.parse(store.get(key))
+    return None
 
 
 def another_pass(group: ProcessGroup, history: History, record: Record) -> Report | None:
@@ -48,7 +47,7 @@ def another_pass(group: ProcessGroup, history: History, record: Record) -> Repor
             return None
         first = Report.parse(store.compare_set(_key(history, "first"), "", mine.encode()))
         second = _key(history, "second")
-        if first[:2] != mine[:2]:
+        if (first.size, first.tag) != (mine.size, mine.tag):
             store.compare_set(second, "", mine.encode())
             return first
         store.wait([second], _PATIENCE)

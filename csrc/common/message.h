@@ -12,15 +12,16 @@
 
 namespace syncbn {
 
-// What a rank says of itself in a message: 2 values behind the count, which ranks add up as well.
+// What a rank says of itself in a message: 3 values behind the count, which ranks add up as well.
+// The last is the square of the outlook: both sums together tell whether all outlooks are equal.
 struct Announcement {
   bool present = false;
   double tag = 0;      // a number for what the rank does
-  double outlook = 0;  // a number for what it expects to come next
+  double outlook = 0;  // the length of the message that it expects to send next, or 0
 };
 
 // The length of a message with an announcement, in both directions.
-SYNCBN_HOST_DEVICE constexpr int64_t announced_size(int64_t channels) { return 2 * channels + 3; }
+SYNCBN_HOST_DEVICE constexpr int64_t announced_size(int64_t channels) { return 2 * channels + 4; }
 
 // Writes all that comes behind the 2C sums.
 SYNCBN_HOST_DEVICE inline void write_end(double* message, int64_t channels, double count,
@@ -29,6 +30,7 @@ SYNCBN_HOST_DEVICE inline void write_end(double* message, int64_t channels, doub
   if (announcement.present) {
     message[2 * channels + 1] = announcement.tag;
     message[2 * channels + 2] = announcement.outlook;
+    message[2 * channels + 3] = announcement.outlook * announcement.outlook;
   }
 }
 

@@ -64,7 +64,7 @@ def test_bad_input_to_one_compiled_rank_fails_all_in_words(bad):
     assert "[layer '1', rank 1 of 2]" in failed.message
     assert other.kind == "RuntimeError"
     assert "another rank of the process group withdrew" in other.message
-    assert "[rank 0 of 2]" in other.message
+    assert "[layer '1', rank 0 of 2]" in other.message
 
 
 def disagree_in_one_graph(rank, world_size):

@@ -111,7 +111,8 @@ def test_comparison_finds_who_differs_and_only_then():
     (report,) = [report for report in last if report is not None]
     other = last.index(None)
     assert report.size == 33 + other
-    assert report.words == f"rank {other} runs the forward pass of a layer with 15 channels"
+    assert report.rank == other
+    assert report.words == f"runs the forward pass of a layer with {15 + other // 2} channels"
 
 
 class Group:
@@ -146,7 +147,7 @@ def test_second_group_of_a_name_is_not_mistaken_for_the_first():
 
 @pytest.mark.parametrize("words", ["", "with several words"])
 def test_report_survives_the_store(words):
-    report = Report(9, 17, words)
+    report = Report(9, 17, 1, words)
     assert Report.parse(report.encode().encode()) == report
 
 
@@ -189,7 +190,7 @@ def test_ranks_that_disagree_know_each_others_pass():
     for rank, outcome in enumerate(outcomes):
         own, other = ("0", "1") if rank == 0 else ("1", "0")
         assert outcome.kind == "RuntimeError"
-        assert f"rank {rank} runs the forward pass of layer '{own}'" in outcome.message
+        assert f"this rank runs the forward pass of layer '{own}'" in outcome.message
         assert f"runs the forward pass of layer '{other}'" in outcome.message
         assert f"[layer '{own}', rank {rank} of 3]" in outcome.message
 

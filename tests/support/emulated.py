@@ -161,7 +161,7 @@ class Device:
     def batch_norm_stats(
         self, input: Tensor, tag: float | None = None, outlook: float = 0.0
     ) -> Tensor:
-        message = statistics(2 * input.size(1) + (1 if tag is None else 3))
+        message = statistics(2 * input.size(1) + (1 if tag is None else 4))
         announcement = Announcement(tag is not None, tag or 0.0, outlook)
         self._run("batch_norm_stats", input, input, message, announcement)
         assert_margins_untouched(message)
@@ -214,7 +214,7 @@ class Device:
         outlook: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         channels = input.size(1)
-        sums = statistics(2 * channels + (0 if tag is None else 3))
+        sums = statistics(2 * channels + (0 if tag is None else 4))
         grad_weight, grad_bias = (with_margins(mean.to(d)) for d in (weight_dtype, bias_dtype))
         gradients = map(channel_vector, (grad_weight, grad_bias))
         announcement = Announcement(tag is not None, tag or 0.0, outlook)

@@ -34,6 +34,11 @@ COLLECTIVE_SECONDS = 40  # a collective gives up before its case does
 FORKSERVER_IMPORTS = ["syncbn", "torch._inductor.lowering"]
 
 
+# A process that starts asks for the exit status of all others. The fork server tells it once, and a
+# thread that asked at the same moment would find none.
+_polling = threading.Lock()
+
+
 class RankError(AssertionError):
     """A failure on some rank, with each rank's traceback or stack."""
 
@@ -102,7 +107,8 @@ class Ranks:
                 ),
                 daemon=True,
             )
-            process.start()
+            with _polling:
+                process.start()
             theirs.close()
             self.processes.append(process)
             self.pipes.append(ours)
@@ -149,7 +155,9 @@ class Ranks:
                     if isinstance(outcomes[rank], Failure):
                         deadline = min(deadline, time.monotonic() + self.after_failure_seconds)
                 except EOFError:
-                    self.processes[rank].join()
+                    multiprocessing.connection.wait([self.processes[rank].sentinel])
+                    with _polling:
+                        self.processes[rank].join()
                     code = self.processes[rank].exitcode
                     name = signal.Signals(-code).name if code < 0 else f"exit code {code}"
                     outcomes[rank] = Failure("died", name, f"the process died: {name}")

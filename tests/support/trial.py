@@ -127,8 +127,7 @@ def run(rank, world_size, fault, where, mode, folder):
     training.step()
     training.before = training.buffers()
     # Only now: compilers take seconds, more on one rank than on the other.
-    for group in {dist.group.WORLD, training.model.norm1.process_group or dist.group.WORLD}:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=fault.timeout), group)
+    set_timeout(training, fault.timeout)
     last = world_size - 1
     error = ""
     begin = time.monotonic()
@@ -148,6 +147,11 @@ def run(rank, world_size, fault, where, mode, folder):
         "after": training.buffers(),
         "renewed": renewed,
     }
+
+
+def set_timeout(training, seconds):
+    for group in {dist.group.WORLD, training.model.norm1.process_group or dist.group.WORLD}:
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def renew(rank, survivors, folder):
