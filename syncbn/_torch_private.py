@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor as FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -40,6 +41,7 @@ __all__ = [
     "set_jit_tracing_state",
     "wait",
     "with_class",
+    "without_dispatch_modes",
 ]
 
 # Tracers, transforms, autograd.

@@ -7,9 +7,10 @@ make different passes of one size would add up what does not belong together. So
   not the tag times the number of ranks, ranks make different passes. All ranks see it at once.
 - Each message also ends with an outlook, the size of the message that its rank expects to send
   next: that which followed this pass the last time. Where outlooks agree, a rank knows what the
-  others are about to send. If it is to send another size itself, it first takes part in a
-  collective of the expected size, with a tag of its own: if all ranks go that way together, they
-  agree in it and go on; otherwise all of them fail with words.
+  others are about to send. If it is to send another size itself, it says so in the group's store:
+  all ranks may be about to turn that way together. If not all have said so within a second, it
+  takes part in a collective of the expected size, with a tag of its own. Then all ranks fail with
+  words, or, if the others only were late, all go on.
 - Where nothing is expected, as in the first step, the first rank to come writes its size to the
   group's store, and the others compare. That waits for no rank.
 
@@ -20,6 +21,7 @@ sizes: ranks that part there meet with different sizes.
 
 import contextlib
 from collections import Counter
+from datetime import timedelta
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -27,7 +29,7 @@ import torch
 from torch import Tensor
 
 from syncbn import _torch_private, collectives, ops
-from syncbn.collectives import ProcessGroup
+from syncbn.collectives import ProcessGroup, Store
 from syncbn.identity import ANONYMOUS, Identity, identity_numbered
 
 __all__ = [
@@ -42,12 +44,15 @@ __all__ = [
     "size_of",
 ]
 
-# In the tags of passes.
-_NUMBERS = {"forward": 0, "recomputation": 0, "backward": 1, "double backward": 2}
+# Their positions are part of the tags.
+_DIRECTIONS = ("forward", "recomputation", "backward", "double backward")
 
 # Store keys and records of programs that make new layers all the time stay bounded.
 _MAX_COMPARISONS = 1000
 _MAX_RECORDS = 10_000
+
+# For ranks that turn together: in a training they arrive within less.
+_PATIENCE = timedelta(seconds=1)
 
 
 class Report(NamedTuple):
@@ -79,8 +84,7 @@ class Record:
 
     def __init__(self, history: "History", layer: Identity, direction: str) -> None:
         self.history, self.layer, self.direction = history, layer, direction
-        # That of a forward pass for its recomputation, whose sum may be the one that was kept.
-        self.tag = float(8 * layer.number + _NUMBERS[direction])
+        self.tag = float(8 * layer.number + _DIRECTIONS.index(direction))
         self.sizes: list[int] = []
         self.outlook = 0
 
@@ -95,7 +99,7 @@ class Record:
     @property
     def name(self) -> str:
         """The direction as a noun."""
-        return self.direction if self.direction == "recomputation" else f"{self.direction} pass"
+        return _pass(self.direction)
 
     def __str__(self) -> str:
         return f"the {self.name} of {self.layer}"
@@ -170,11 +174,13 @@ class History:
         self.size = size
         last, other = self.last, None
         if size not in last.sizes:
-            expected = self._expected()
-            if expected == 0:
-                other = self._compare_in_store(record, group, device)
-            elif expected != size:
-                self._turn(record, expected, group, device)
+            # A mode, such as selective checkpointing's, must not see what only the first pass does.
+            with _torch_private.without_dispatch_modes():
+                expected = self._expected()
+                if expected == 0:
+                    other = self._compare_in_store(record, group, device)
+                elif expected != size and not self._all_turn(record, group, device):
+                    self._turn(record, expected, group, device)
         self.last, self.totals = record, None
         self.last_outlook = record.outlook
         if not last.sizes or last.sizes[-1] != size:
@@ -187,7 +193,7 @@ class History:
 
     def hear(self, record: Record, totals: Tensor) -> None:
         """Keep the sums of a pass, whose end tells what the ranks expect, on the CPU."""
-        if self.last is record and totals.is_cpu:
+        if self.last is record and totals.is_cpu and type(totals) is Tensor:
             self.totals = totals
 
     def leave(self, size: int | None, words: str, group: ProcessGroup, device: torch.device) -> int:
@@ -226,6 +232,22 @@ class History:
         words = f"runs {record} with {channels_of(self.size)} channels"
         return Report(self.size, int(record.tag), group.rank(), words)
 
+    def _all_turn(self, record: Record, group: ProcessGroup, device: torch.device) -> bool:
+        """Ask the store whether all ranks are to send this message, other than was expected.
+
+        Waits a moment for the others, who may as well wait in the collective of what was expected.
+        """
+        found = self._store_and_key(group, device)
+        if found is None or self.num_comparisons > _MAX_COMPARISONS:
+            return False
+        store, key = found
+        decision = f"{key}/all turn"
+        if store.add(f"{key}/{record.tag:.0f} {self.size}", 1) == group.size():
+            return bool(store.compare_set(decision, "", "yes") == b"yes")
+        with contextlib.suppress(RuntimeError):  # the time has passed
+            store.wait([decision], _PATIENCE)
+        return bool(store.compare_set(decision, "", "no") == b"yes")
+
     def _turn(
         self, record: Record, expected: int, group: ProcessGroup, device: torch.device
     ) -> None:
@@ -250,12 +272,25 @@ class History:
     ) -> Report | None:
         """Write a report to the store if this rank is the first to come; return what is there.
 
-        Ranks meet there if their backends have counted the same number of operations. Sends between
-        some ranks make these numbers differ; such ranks find only what they wrote.
+        Returns:
+            None where there is no place to meet.
+        """
+        found = self._store_and_key(group, device)
+        if found is None:
+            return None
+        store, key = found
+        return Report.parse(store.compare_set(key, "", report.encode()))
+
+    def _store_and_key(self, group: ProcessGroup, device: torch.device) -> tuple[Store, str] | None:
+        """Return the group's store and the place in it where the ranks meet next.
+
+        They meet if their backends have counted the same number of operations. Sends between some
+        ranks make these numbers differ; such ranks find only what they wrote.
 
         Returns:
             None where the group has no store or does not count its operations.
         """
+        self.num_comparisons += 1
         try:
             number = _torch_private.count_operations(group, device)
             store = group.get_group_store()
@@ -263,16 +298,17 @@ class History:
             return None
         if store is None:  # MPI has none
             return None
-        self.num_comparisons += 1
-        key = f"{self.prefix}/{number}/{self.num_comparisons}"
-        return Report.parse(store.compare_set(key, "", report.encode()))
+        return store, f"{self.prefix}/{number}/{self.num_comparisons}"
 
 
 def describe(tag: int) -> str:
     """Return the pass of a tag in words."""
     number, direction = divmod(tag, 8)
-    (name,) = [word for word, of in _NUMBERS.items() if of == direction][:1]
-    return f"the {name} pass of {identity_numbered(number)}"
+    return f"the {_pass(_DIRECTIONS[direction])} of {identity_numbered(number)}"
+
+
+def _pass(direction: str) -> str:
+    return direction if direction == "recomputation" else f"{direction} pass"
 
 
 def check_sound(totals: Tensor, tag_sum: float) -> None:

@@ -13,6 +13,7 @@ from syncbn import _torch_private
 
 __all__ = [
     "ProcessGroup",
+    "Store",
     "adds_up",
     "all_reduce_sum",
     "check_process_group",
@@ -29,10 +30,11 @@ if TYPE_CHECKING or _AVAILABLE:
     from torch.distributed import (  # type: ignore[attr-defined]
         DebugLevel,
         ProcessGroup,
+        Store,
         get_debug_level,
     )
 else:
-    ProcessGroup = Any
+    ProcessGroup = Store = Any
 
 # Returned by torch.distributed.new_group on a rank that is not a member.
 _NON_MEMBER = -100

@@ -120,8 +120,8 @@ def message_size(rank, world_size):
 
 
 def test_39358_bytes_do_not_grow_with_the_world(ranks):
-    assert ranks(2).run(message_size) == [[104]] * 2
-    assert ranks(3).run(message_size) == [[104]] * 3
+    assert ranks(2).run(message_size) == [[112]] * 2
+    assert ranks(3).run(message_size) == [[112]] * 3
 
 
 def train_under_ddp(rank, world_size):

@@ -1,6 +1,7 @@
 """How ranks agree on their passes: what it costs, and when they ask each other."""
 
 import contextlib
+import time
 
 import pytest
 import torch
@@ -38,21 +39,34 @@ def step(*layers):
     total.backward()
 
 
-def change_together(rank, world_size):
+def change_together(rank, world_size, late):
     a, b, c = SyncBatchNorm(3), SyncBatchNorm(4), SyncBatchNorm(5)
     sent = []
     for layers in [(a, b), (a, b), (a, c), (a, c), (a, b), (a, c)]:
         with sizes_sent() as sizes:
-            step(*layers)
+            b_or_c = layers[1]
+            step(layers[0], *([Late()] if late and rank == 1 and b_or_c is c else []), b_or_c)
         sent.append(sizes)
     return sent
 
 
-def test_ranks_that_change_together_agree_once(two_ranks):
-    """In a message of the size that was expected, of 4 channels for 5."""
-    with_b, with_c = [9, 11, 11, 9], [9, 13, 13, 9]
-    for sent in two_ranks.run(change_together):
-        assert sent == [with_b, with_b, [9, 11, *with_c[1:]], with_c, with_b, with_c]
+class Late(nn.Module):
+    """Comes later than other ranks wait."""
+
+    num_features = 1
+
+    def forward(self, x):
+        time.sleep(3)  # a FileStore counts in whole seconds
+        return x
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_ranks_that_change_together_agree_once(two_ranks, late):
+    """Late ranks in a message of the size that was expected, of 4 channels for 5."""
+    with_b, with_c = [10, 12, 12, 10], [10, 14, 14, 10]
+    first = [10, 12, *with_c[1:]] if late else with_c
+    for sent in two_ranks.run(change_together, late):
+        assert sent == [with_b, with_b, first, with_c, with_b, with_c]
 
 
 def keep_nothing(rank, world_size, steps):
@@ -95,7 +109,7 @@ def compare_in_the_store(rank, world_size):
     group = dist.group.WORLD
     history = history_of(group)
     found = []
-    for size in (9, 17, 33 + rank):
+    for size in (10, 18, 34 + 2 * rank):
         record = history.record(Identity(""), "forward")
         found.append(history.enter(record, size, group, CPU))
         dist.all_reduce(torch.ones(1))
@@ -110,9 +124,9 @@ def test_comparison_finds_who_differs_and_only_then():
     assert sorted(report is None for report in last) == [False, True]
     (report,) = [report for report in last if report is not None]
     other = last.index(None)
-    assert report.size == 33 + other
+    assert report.size == 34 + 2 * other
     assert report.rank == other
-    assert report.words == f"runs the forward pass of a layer with {15 + other // 2} channels"
+    assert report.words == f"runs the forward pass of a layer with {15 + other} channels"
 
 
 class Group:
@@ -138,7 +152,7 @@ class Group:
 
 
 def test_second_group_of_a_name_is_not_mistaken_for_the_first():
-    for size in (9, 17):
+    for size in (10, 18):
         group = Group()
         history = history_of(group)
         record = history.record(Identity(""), "forward")
@@ -155,7 +169,7 @@ def expect_different_sizes(rank, world_size):
     """Rank 1 has made other steps with the layer before, which no rank heard."""
     group, layer, other = dist.group.WORLD, SyncBatchNorm(3), SyncBatchNorm(4)
     history = history_of(group)
-    history.record(layer._identity, "forward").follow(9 + 2 * rank)
+    history.record(layer._identity, "forward").follow(10 + 2 * rank)
     with sizes_sent() as sizes:
         layer(torch.rand(2, 3))
         other(torch.rand(2, 4))
@@ -163,7 +177,7 @@ def expect_different_sizes(rank, world_size):
 
 
 def test_ranks_that_expect_different_sizes_expect_nothing(two_ranks):
-    assert two_ranks.run(expect_different_sizes) == [[9, 11]] * 2
+    assert two_ranks.run(expect_different_sizes) == [[10, 12]] * 2
 
 
 def call_the_function(rank, world_size):
@@ -175,7 +189,7 @@ def call_the_function(rank, world_size):
 
 def test_calls_of_the_function_expect_nothing(two_ranks):
     """The next one may belong to any layer."""
-    assert two_ranks.run(call_the_function) == [[9, 9, 11, 9, 11, 13]] * 2
+    assert two_ranks.run(call_the_function) == [[10, 10, 12, 10, 12, 14]] * 2
 
 
 def disagree(rank, world_size):
@@ -208,5 +222,5 @@ def go_on_after_a_failure(rank, world_size):
 
 def test_ranks_go_on_together_after_a_disagreement(two_ranks):
     (sizes, mean), (other_sizes, other_mean) = two_ranks.run(go_on_after_a_failure)
-    assert sizes == other_sizes == [9, 11, 11, 9]
+    assert sizes == other_sizes == [10, 12, 12, 10]
     assert torch.equal(mean, other_mean)

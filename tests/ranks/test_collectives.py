@@ -68,7 +68,7 @@ def test_one_all_reduce_each_way_of_a_size_that_depends_on_channels_alone(any_wo
         else:
             assert forward == ["c10d::allreduce_"] and backward == ["c10d::allreduce_"]
             double = torch.float64
-            assert sizes == [(2 * channels + 3, double)] * 2
+            assert sizes == [(2 * channels + 4, double)] * 2
 
 
 def test_evaluation_sends_nothing(two_ranks):
