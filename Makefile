@@ -19,9 +19,9 @@ BIN := $(VENV)/bin
 TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* syncbn/*.py*)
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.h csrc/*/*/*.cu \
-    tests/emulation/*.cpp tests/emulation/*.h)
+    tests/emulation/*.cpp tests/emulation/*.h tests/sanitizer/*.cpp)
 
-.PHONY: help install demo test bench gpu-check works record-works lint format wheel clean
+.PHONY: help install demo test bench gpu-check sanitize works record-works lint format wheel clean
 
 help:
 	@echo "make install    build and install into the virtual environment"
@@ -30,6 +30,7 @@ help:
 	@echo "make bench      measure this machine, draw the results, write the README's table"
 	@echo "make works      run what the table in docs/pytorch2.md shows, with two torches, and write it"
 	@echo "make gpu-check  build in place, test and measure on a GPU; installs nothing"
+	@echo "make sanitize   the CPU operators with g++'s address, undefined and thread sanitizers"
 	@echo "make format     format the sources"
 	@echo "make wheel      build dist/*.whl, good for every torch from 2.11 on"
 	@echo "make clean      remove what was built and the virtual environments"
@@ -72,6 +73,9 @@ bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 
 gpu-check:
 	SYNCBN_COMMIT=$(COMMIT) $(PYTHON) -m tools.gpu_check $(OUTPUT)
+
+sanitize: $(VENV)/tools.stamp
+	$(BIN)/python -m tools.sanitize
 
 # Each torch in its environment of .ci/run. The table is of CPUs.
 works:

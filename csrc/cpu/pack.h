@@ -106,12 +106,13 @@ template <typename Vector, typename HalfVector>
 void narrow_to_half(const Vector& x, HalfVector& narrow);
 #endif
 
-// Stores past the caches; `to` is aligned to the vector.
+// Stores past the caches; `to` is aligned to the vector. A sanitizer does not see what assembly
+// stores.
 template <typename Vector>
 SYNCBN_INLINE void stream_vector(const Vector& x, void* to) {
 #if defined(__clang__)
   __builtin_nontemporal_store(x, static_cast<Vector*>(to));
-#elif defined(__x86_64__)
+#elif defined(__x86_64__) && !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   if constexpr (sizeof(Vector) > 16) {
     asm("vmovntps %1, %0" : "=m"(*static_cast<Vector*>(to)) : "v"(x));
   } else {
