@@ -114,6 +114,13 @@ for _name in __all__:
     _library.impl(_name, torch.library.fallthrough_kernel)
 
 
+def _check_one_device(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError where one tensor on the meta device has brought the others along."""
+    devices = {str(tensor.device) for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise RuntimeError(f"syncbn: expected all tensors on one device, but got {sorted(devices)}")
+
+
 @torch.library.register_fake("syncbn::batch_norm_stats")
 def _(input: Tensor) -> Tensor:
     return input.new_empty(2 * input.size(1) + 1, dtype=torch.float64)
@@ -131,6 +138,7 @@ def _(
     momentum: float | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_one_device(input, totals, weight, bias, running_mean, running_var, num_batches_tracked)
     channels = input.size(1)
     return (
         torch.empty_like(input),
@@ -149,6 +157,7 @@ def _(
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_one_device(grad_output, input, mean, invstd)
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels),
@@ -167,4 +176,5 @@ def _(
     sums: Tensor,
     count: Tensor,
 ) -> Tensor:
+    _check_one_device(grad_output, input, mean, invstd, weight, sums, count)
     return torch.empty_like(input)
