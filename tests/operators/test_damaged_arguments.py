@@ -94,7 +94,6 @@ DAMAGES: dict[str, Callable[[Tensor], object]] = {
     "parameter": lambda x: torch.nn.Parameter(x),
     "uninitialized parameter": lambda x: torch.nn.UninitializedParameter(),
     "subclass": lambda x: x.as_subclass(Subclass),
-    "functional": torch._to_functional_tensor,
     "nan": filled(torch.nan),
     "infinite": filled(torch.inf),
     "huge": lambda x: x.clone().fill_(torch.finfo(x.dtype).max),
@@ -152,8 +151,6 @@ def plain(value: object) -> object:
     """Return a tensor of the same values that has nothing particular."""
     if not isinstance(value, Tensor):
         return value
-    if torch._is_functional_tensor(value):
-        value = torch._from_functional_tensor(value)
     try:
         value = value.detach().as_subclass(Tensor)
         end = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
