@@ -151,6 +151,13 @@ for _name in ("stats", "apply", "backward_reduce", "backward_apply"):
     _library.impl(f"batch_norm_{_name}", torch.library.fallthrough_kernel)
 
 
+def _check_one_device(*tensors: Tensor | None) -> None:
+    """Raise RuntimeError where one tensor on the meta device has brought the others along."""
+    devices = {str(tensor.device) for tensor in tensors if tensor is not None}
+    if len(devices) > 1:
+        raise RuntimeError(f"syncbn: expected all tensors on one device, but got {sorted(devices)}")
+
+
 @torch.library.register_fake("syncbn::batch_norm_stats")
 def _(input: Tensor, tag: float | None = None, outlook: float = 0.0) -> Tensor:
     size = 2 * input.size(1) + (1 if tag is None else 4)
@@ -171,6 +178,7 @@ def _(
     tag_sum: float | None = None,
     verdict: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_one_device(input, totals, weight, bias, running_mean, running_var, num_batches_tracked)
     channels = input.size(1)
     return (
         torch.empty_like(input),
@@ -191,6 +199,7 @@ def _(
     tag: float | None = None,
     outlook: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _check_one_device(grad_output, input, mean, invstd)
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels + (0 if tag is None else 4)),
@@ -211,4 +220,5 @@ def _(
     tag_sum: float | None = None,
     verdict: Tensor | None = None,
 ) -> Tensor:
+    _check_one_device(grad_output, input, mean, invstd, weight, sums, count)
     return torch.empty_like(input)

@@ -26,6 +26,17 @@ inline bool same_values(torch::headeronly::IntHeaderOnlyArrayRef a,
   return std::equal(a.begin(), a.end(), b.begin(), b.end());
 }
 
+// A tensor whose storage was made smaller, as frameworks do that give memory back between uses,
+// still has its shape. `span` is the number of values from its first to its last.
+inline void check_memory(const char* op, const char* name, const Tensor& tensor, int64_t span) {
+  int64_t num_bytes;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &num_bytes));
+  const auto item = static_cast<int64_t>(tensor.element_size());
+  SYNCBN_CHECK(span == 0 || (tensor.storage_offset() + span) * item <= num_bytes, op, ": expected ",
+               name, " to have memory for its values, but its storage was resized to ", num_bytes,
+               " bytes");
+}
+
 // The input's view for the kernels, after checking that there is one.
 inline Geometry check_input(const char* op, const char* name, const Tensor& input) {
   SYNCBN_CHECK(is_supported_float(input.scalar_type()), op, ": expected ", name,
@@ -39,6 +50,7 @@ inline Geometry check_input(const char* op, const char* name, const Tensor& inpu
   SYNCBN_CHECK(geometry.has_value(), op, ": expected ", name,
                " to be contiguous or channels-last, but got shape ", format_list(input.sizes()),
                " with strides ", format_list(input.strides()));
+  check_memory(op, name, input, geometry->numel());
   return *geometry;
 }
 
@@ -83,6 +95,14 @@ inline void check_channel_vector(const char* op, const char* name,
   SYNCBN_CHECK(dtype == own || dtype == ScalarType::Float || dtype == ScalarType::Double, op,
                ": expected ", name, " to have dtype ", is_16_bit ? dtype_name(own) : "",
                is_16_bit ? ", " : "", "float32 or float64, but got ", dtype_name(dtype));
+  check_memory(op, name, *tensor, 1 + (tensor->size(0) - 1) * tensor->stride(0));
+}
+
+// A vector that is written must not be an expanded number.
+inline void check_no_overlap(const char* op, const char* name,
+                             const std::optional<Tensor>& tensor) {
+  SYNCBN_CHECK(!tensor.has_value() || tensor->stride(0) != 0 || tensor->size(0) == 1, op,
+               ": expected ", name, " to have a place for each channel, but it is expanded");
 }
 
 inline void check_grad_dtype(const char* op, const char* name, ScalarType dtype) {
@@ -100,11 +120,14 @@ inline void check_running(const char* op, const std::optional<Tensor>& running_m
                running_mean.has_value() ? "running_mean" : "running_var");
   check_channel_vector(op, "running_mean", running_mean, input);
   check_channel_vector(op, "running_var", running_var, input);
+  check_no_overlap(op, "running_mean", running_mean);
+  check_no_overlap(op, "running_var", running_var);
   if (num_batches_tracked.has_value()) {
     check_same_device(op, "num_batches_tracked", *num_batches_tracked, input);
     SYNCBN_CHECK(
         num_batches_tracked->scalar_type() == ScalarType::Long && num_batches_tracked->numel() == 1,
         op, ": expected num_batches_tracked to be one int64");
+    check_memory(op, "num_batches_tracked", *num_batches_tracked, 1);
   } else {
     SYNCBN_CHECK(momentum.has_value() || !running_mean.has_value(), op,
                  ": expected num_batches_tracked with a momentum of None");
@@ -118,6 +141,7 @@ inline void check_statistics(const char* op, const char* name, const Tensor& ten
   check_shape(op, name, tensor, size);
   SYNCBN_CHECK(tensor.scalar_type() == ScalarType::Double && tensor.is_contiguous(), op,
                ": expected ", name, " to be contiguous float64");
+  check_memory(op, name, tensor, size);
 }
 
 inline Announcement to_announcement(const std::optional<double>& tag, double outlook) {

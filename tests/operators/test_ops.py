@@ -95,6 +95,18 @@ BAD_ARGUMENTS = [
     ("batch_norm_apply", 2, lambda x: x[0, 0, :3], r"weight to have shape \[4\], but got \[3\]"),
     ("batch_norm_apply", 3, lambda x: x[0, :, 0].half(), "expected bias to have dtype float32"),
     ("batch_norm_apply", 4, lambda x: x[0, :, :1], "expected running_mean to have shape"),
+    (
+        "batch_norm_apply",
+        4,
+        lambda x: x[0, 0, :1].expand(4),
+        "running_mean to have a place for each",
+    ),
+    (
+        "batch_norm_apply",
+        5,
+        lambda x: x[0, 0, :1].expand(4),
+        "running_var to have a place for each",
+    ),
     ("batch_norm_apply", 5, lambda x: None, "both of running_mean and running_var or neither"),
     ("batch_norm_apply", 6, lambda x: x[0, 0, 0], "num_batches_tracked to be one int64"),
     ("batch_norm_apply", 6, lambda x: None, "num_batches_tracked with a momentum of None"),
@@ -110,6 +122,29 @@ BAD_ARGUMENTS = [
     ("batch_norm_backward_apply", 5, lambda x: double(x, 4), r"sums to have shape \[8\]"),
     ("batch_norm_backward_apply", 6, lambda x: double(x, 2), r"count to have shape \[1\]"),
 ]
+
+
+@pytest.mark.usefixtures("each_device")
+@pytest.mark.parametrize("name", OPS)
+def test_tensor_without_memory_is_named(name):
+    """Its storage has been resized; reading it ends the process, or a CUDA context."""
+    for index, tensor in enumerate(arguments(name, X)):
+        for num_bytes in (0, 1):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            args = arguments(name, X.clone().to(torch.get_default_device()))
+            args[index].untyped_storage().resize_(num_bytes)
+            with pytest.raises(RuntimeError, match=rf"memory for its values.* {num_bytes} bytes$"):
+                operator(name)(*args)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_meta_tensor_among_others_is_an_error(name):
+    args = arguments(name, X)
+    indexes = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
+    for index in indexes[1:]:
+        with pytest.raises(RuntimeError, match=r"on one device, but got \['cpu', 'meta'\]"):
+            operator(name)(*without(args, index, args[index].to("meta")))
 
 
 def double(x, size):

@@ -1,0 +1,64 @@
+"""Drawn passes of one process against float64: by the formula, and by torch's own BatchNorm."""
+
+import torch
+import torch.nn.functional as F
+from cases import per_channel, reference_moments
+from fuzzing import assert_near, cases, check_alone, fuzz, make_batch, make_layer, note_repeat, rows
+from torch import nn
+
+TORCHS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def has_values(case):
+    return 0 not in case.shapes[0]
+
+
+def is_evaluated_precisely(case):
+    """torch's operator, which evaluates, rounds 1/std to 16 bits where its vectors have them."""
+    dtypes = [dtype or case.dtype for dtype in case.vectors]
+    return has_values(case) and all(dtype.itemsize > 2 for dtype in dtypes)
+
+
+def places(x):
+    """Return the strides; those of sizes of one say nothing."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
+@fuzz(examples=300, case=cases(1))
+def test_training(case):
+    check_alone(case)
+
+
+@fuzz(examples=100, case=cases(1).filter(lambda c: len(c.shapes[0]) in TORCHS and has_values(c)))
+def test_torchs_layer_in_float64_computes_what_the_test_compares_with(case):
+    """But for an empty batch, which moves torch's running statistics."""
+    check_alone(case, TORCHS[len(case.shapes[0])], torch.float64)
+
+
+@fuzz(examples=100, case=cases(1))
+def test_output_lies_as_torchs_does(case):
+    note_repeat(case)
+    x, _ = make_batch(case, 0, 0)
+    torchs = F.batch_norm(x, None, None, training=True)
+    for training in (True, False):
+        y = make_layer(case).train(training)(x)
+        assert y.dtype == torchs.dtype and places(y) == places(torchs)
+
+
+@fuzz(examples=100, case=cases(1).filter(is_evaluated_precisely))
+def test_evaluation(case):
+    note_repeat(case)
+    x, _ = make_batch(case, 0, 0)
+    layer = make_layer(case).eval()
+    mean, var = layer.running_mean, layer.running_var
+    if mean is None:
+        mean, var = reference_moments(x)
+    weight = torch.ones(case.channels) if layer.weight is None else layer.weight.detach()
+    bias = torch.zeros(case.channels) if layer.bias is None else layer.bias.detach()
+    scale = weight.double() * (var.double() + case.eps).rsqrt()
+    y = per_channel(scale, x) * (x.double() - per_channel(mean.double(), x))
+    y += per_channel(bias.double(), x)
+    # torch's kernels compute a handful of operations on these terms, one of them x * scale.
+    eps = torch.finfo(torch.promote_types(case.dtype, torch.float32)).eps
+    terms = scale.abs() * (rows(x).abs().amax(0) + mean.double().abs()) + bias.double().abs()
+    assert_near("output", layer(x).detach(), rows(y), 8 * eps * terms)
