@@ -151,6 +151,25 @@ def test_join_is_seen(two_ranks):
     assert two_ranks.run(ask_join) == [expected] * 2
 
 
+def destroy(rank, world_size):
+    pair = dist.new_group(list(range(world_size)))
+    before = _torch_private.is_registered(pair), _torch_private.is_registered(dist.group.WORLD)
+    dist.destroy_process_group(pair)
+    return (*before, _torch_private.is_registered(pair))
+
+
+def test_destroyed_groups_are_known(two_ranks):
+    assert two_ranks.run(destroy) == [(True, True, False)] * 2
+
+
+def test_dispatch_modes_can_be_left():
+    with torch._subclasses.FakeTensorMode():
+        with _torch_private.without_dispatch_modes():
+            assert _torch_private.num_dispatch_modes() == 0
+            assert type(torch.ones(2)) is torch.Tensor
+        assert _torch_private.num_dispatch_modes() == 1
+
+
 def test_unknown_group_is_a_runtime_error():
     with pytest.raises(RuntimeError):
         _torch_private.resolve_process_group("no such group")
