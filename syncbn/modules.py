@@ -49,7 +49,7 @@ class SyncBatchNorm(BatchNormBase):
     dtypes and errors.
 
     Training synchronizes if torch.distributed is initialized and the group has more than one
-    rank: one all-reduce of 2C+1 float64 values forward, one of 2C backward. Evaluation never
+    rank: one all-reduce of 2C+4 float64 values forward, and one backward. Evaluation never
     communicates. A rank may have an empty batch; if all have, nothing is updated. A channel with
     a NaN or infinity in it comes out as NaN and leaves its running statistics as they were.
 

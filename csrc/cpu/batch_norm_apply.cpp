@@ -20,7 +20,7 @@ constexpr const char* kOp = "syncbn::batch_norm_apply";
 // The work of each channel. Pointers are to one value for each channel, but for totals.
 struct PerChannel {
   int64_t channels = 0;
-  const double* totals = nullptr;  // [2C+1]
+  const double* totals = nullptr;  // [2C+1..]: the message
   double eps = 0;
   const double* weights = nullptr;
   const double* biases = nullptr;

@@ -46,8 +46,8 @@ def as_inference(x: Tensor) -> Tensor:
         return x.clone()
 
 
-# What is made of a tensor; an error of theirs is a damage that this tensor cannot have. Fake tensors
-# are not among them: once FakeTensorMode has failed on a freed tensor, torch 2.15 gives operators,
+# What is made of a tensor; an error of theirs is a damage that this tensor cannot have. There are no
+# fake tensors: once FakeTensorMode has failed on a freed tensor, torch 2.15 gives operators,
 # anyone's, zeros without memory as they are.
 DAMAGES: dict[str, Callable[[Tensor], object]] = {
     "none": lambda x: None,

@@ -174,7 +174,6 @@ FAULTS = [
         disagreement,
         disagreement,
         SAME_MODEL,
-        ways=EAGER + CHECKPOINTED,  # a compiled layer does not know its name
         channels=SAME_CHANNELS,
         passes={
             "forward": ("the forward pass of layer 'norm3'", "the forward pass of layer 'norm4'")
