@@ -110,8 +110,8 @@ DAMAGES |= {
     )
     for name in OTHER_DTYPES
 }
-# What takes the place of a number, and of a dtype. No integers past the dtypes: torch 2.11 looks them
-# up in its table of dtypes where a tensor is jagged.
+# What takes the place of a number, and of a dtype. No integers past the dtypes: where a tensor is
+# jagged, torch 2.11 looks them up past the end of its table.
 NUMBERS = [None, 0.0, -1.0, 2.5, 1e308, -1e308, torch.nan, torch.inf, -torch.inf, 1, True, 10**400]
 NUMBERS += ["x", 1j, torch.tensor(0.1)]
 SCALAR_TYPES = [*DTYPES, torch.int64, torch.complex64, torch.bool, torch.float8_e5m2, torch.qint8]
