@@ -1,9 +1,21 @@
 """Drawn passes of one process against float64: by the formula, and by torch's own BatchNorm."""
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
-from cases import per_channel, reference_moments
-from fuzzing import assert_near, cases, check_alone, fuzz, make_batch, make_layer, note_repeat, rows
+from cases import per_channel
+from fuzzing import (
+    Layout,
+    assert_near,
+    cases,
+    check_alone,
+    fuzz,
+    make_batch,
+    make_layer,
+    note_repeat,
+    rows,
+)
 from torch import nn
 
 TORCHS = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
@@ -16,7 +28,8 @@ def has_values(case):
 def is_evaluated_precisely(case):
     """torch's operator, which evaluates, rounds 1/std to 16 bits where its vectors have them."""
     dtypes = [dtype or case.dtype for dtype in case.vectors]
-    return has_values(case) and all(dtype.itemsize > 2 for dtype in dtypes)
+    has_running = case.vectors[2] is not None
+    return has_values(case) and has_running and all(dtype.itemsize > 2 for dtype in dtypes)
 
 
 def places(x):
@@ -29,13 +42,21 @@ def test_training(case):
     check_alone(case)
 
 
-@fuzz(examples=100, case=cases(1).filter(lambda c: len(c.shapes[0]) in TORCHS and has_values(c)))
+@fuzz(examples=60, case=cases(1).filter(lambda c: len(c.shapes[0]) in TORCHS and has_values(c)))
 def test_torchs_layer_in_float64_computes_what_the_test_compares_with(case):
-    """But for an empty batch, which moves torch's running statistics."""
+    """Within float32's tolerances, and but for an empty batch, which moves its statistics.
+
+    Its backward pass reads the gaps of weights, and mistakes gradients that lie otherwise.
+    """
+    dim = len(case.shapes[0])
+    plain = Layout(order=tuple(range(dim)), steps=(1,) * dim, expanded=(), offset=0)
+    case = dataclasses.replace(
+        case, dtype=torch.float32, inputs=(plain,), grads=(plain,), vector_stride=1
+    )
     check_alone(case, TORCHS[len(case.shapes[0])], torch.float64)
 
 
-@fuzz(examples=100, case=cases(1))
+@fuzz(examples=100, case=cases(1).filter(has_values))
 def test_output_lies_as_torchs_does(case):
     note_repeat(case)
     x, _ = make_batch(case, 0, 0)
@@ -51,8 +72,6 @@ def test_evaluation(case):
     x, _ = make_batch(case, 0, 0)
     layer = make_layer(case).eval()
     mean, var = layer.running_mean, layer.running_var
-    if mean is None:
-        mean, var = reference_moments(x)
     weight = torch.ones(case.channels) if layer.weight is None else layer.weight.detach()
     bias = torch.zeros(case.channels) if layer.bias is None else layer.bias.detach()
     scale = weight.double() * (var.double() + case.eps).rsqrt()

@@ -246,17 +246,15 @@ def assert_near(name: str, actual: Tensor, expected: Tensor, tolerance: Tensor) 
         )
 
 
-def check(
-    case: Case, results: list[list[Results]], computed_in: torch.dtype = torch.float32
-) -> None:
+def check(case: Case, results: list[list[Results]]) -> None:
     """Compare all passes of the group's ranks with the whole batch in float64.
 
-    Tolerances are per channel; eps is that of ``computed_in``, or float64 with float64 inputs. Sums
-    are off by up to 32 eps of their terms' magnitudes (``cases.sum_tolerance``), a formula of a
-    handful of operations by 8 eps of its largest term. The message costs the variance up to 4 eps
-    of float64 of the mean square, and so do ranks that add up their sums (docs/numerics.md).
+    Tolerances are per channel; eps is that of float32, or of float64 with float64 inputs. Sums are
+    off by up to 32 eps of their terms' magnitudes (``cases.sum_tolerance``), a formula of a handful
+    of operations by 8 eps of its largest term. The message costs the variance up to 4 eps of
+    float64 of the mean square, and so do ranks that add up their sums (docs/numerics.md).
     """
-    eps = torch.finfo(torch.promote_types(case.dtype, computed_in)).eps
+    eps = torch.finfo(torch.promote_types(case.dtype, torch.float32)).eps
     weight, bias, *running = [None if v is None else v.double() for v in make_vectors(case)]
     weight = torch.ones(case.channels).double() if weight is None else weight
     bias = torch.zeros(case.channels).double() if bias is None else bias
@@ -347,7 +345,7 @@ def check_alone(
     layer = make_layer(case, kind).to(dtype)
     batches = [make_batch(case, number, 0) for number in range(case.passes)]
     results = [train(layer, x.to(dtype), dy.to(dtype)) for x, dy in batches]
-    check(case, [results], dtype or torch.float32)
+    check(case, [results])
 
 
 def repeat(case: Case) -> None:
