@@ -46,15 +46,9 @@ def as_inference(x: Tensor) -> Tensor:
         return x.clone()
 
 
-<<<<<<< HEAD
-# What is made of a tensor; an error of theirs is a damage that this tensor cannot have. No fakes are
-# among them: once FakeTensorMode has failed on a freed tensor, torch 2.15 gives operators,
-# anyone's, zeros without memory as they are.
-=======
 # What is made of a tensor; an error of theirs is a damage that this tensor cannot have. No fake
 # tensors: once FakeTensorMode has failed on a freed tensor, zeros without memory end the process in
 # anyone's operators on torch 2.15.
->>>>>>> 8cf70968ac206309330407866d0c5a8750d72702
 DAMAGES: dict[str, Callable[[Tensor], object]] = {
     "none": lambda x: None,
     "a number": lambda x: 1.5,
