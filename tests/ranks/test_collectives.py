@@ -98,6 +98,22 @@ def test_the_counting_itself(two_ranks):
     assert two_ranks.run(see_that_the_count_works) == [["c10d::allreduce_"] * 2] * 2
 
 
+def profile(rank, world_size):
+    """Return the labels of a step's collectives."""
+    layer = SyncBatchNorm(3)
+    layer._name = "body.bn1"
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer(torch.rand(4, 3)).sum().backward()
+    return [event.name for event in profile.events() if event.name.startswith("syncbn ")]
+
+
+@pytest.mark.parametrize("level", ["OFF", "INFO"])
+def test_profiles_label_collectives_while_torch_debugs(level):
+    labels = [f"syncbn the {way} pass of layer 'body.bn1'" for way in ("forward", "backward")]
+    with Ranks(2, {"TORCH_DISTRIBUTED_DEBUG": level}) as ranks:
+        assert ranks.run(profile) == [labels if level == "INFO" else []] * 2
+
+
 def train(rank, world_size, channels, name="body.bn1"):
     layer = SyncBatchNorm(channels[rank])
     layer._name = name
@@ -138,9 +154,23 @@ def leave_before_the_backward(rank, world_size):
     y.sum().backward()
 
 
+def leave_before_the_double_backward(rank, world_size):
+    layer = SyncBatchNorm(3)
+    layer._name = "body.bn1"
+    x = torch.rand(4, 3, requires_grad=True)
+    y = layer(x)
+    if rank == 1:
+        os._exit(3)
+    torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
 @pytest.mark.parametrize(
     ("case", "direction"),
-    [(leave_before_the_forward, "forward"), (leave_before_the_backward, "backward")],
+    [
+        (leave_before_the_forward, "forward"),
+        (leave_before_the_backward, "backward"),
+        (leave_before_the_double_backward, "double backward"),
+    ],
 )
 def test_rank_that_dies_fails_the_others_at_once_with_words(case, direction):
     with Ranks(2, case_seconds=30) as ranks:
@@ -204,19 +234,42 @@ def test_sends_between_some_ranks_make_nobody_mistrust_the_others():
         assert ranks.run(send_then_train) == [True] * 3
 
 
-def test_backend_without_store_and_sequence_numbers():
-    """As torch's fake backend, which dry runs of large worlds use."""
-    script = """
+FAKE_WORLD = """
+import tracemalloc
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from syncbn import SyncBatchNorm
-dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+
+sizes = []
+original = dist.all_reduce
+dist.all_reduce = lambda message, **options: (sizes.append(message.numel()), original(message))
+dist.init_process_group("fake", rank=0, world_size={world_size}, store=FakeStore())
+layers = torch.nn.Sequential(SyncBatchNorm(3), torch.nn.Linear(3, 5), SyncBatchNorm(5))
 x = torch.rand(4, 3, requires_grad=True)
-SyncBatchNorm(3)(x).sum().backward()
-print(list(x.grad.shape))
+
+def step():
+    layers(x).sum().backward()
+
+step()
+step()
+tracemalloc.start()
+before = tracemalloc.get_traced_memory()[0]
+for _ in range(200):
+    sizes.clear()
+    step()
+print(sizes, tracemalloc.get_traced_memory()[0] - before < 200 * 1024)
 """
+
+
+@pytest.mark.parametrize("world_size", [4, 4096])
+def test_large_world_sends_and_keeps_as_little_as_a_small_one(world_size):
+    """On torch's fake backend, which dry runs use: it adds nothing up and counts no operations.
+
+    A value for each rank would be 32 KiB a step; torch itself keeps less than 1 KiB.
+    """
+    script = FAKE_WORLD.format(world_size=world_size)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert result.stdout.strip() == "[4, 3]", result.stderr
+    assert result.stdout.strip() == "[10, 14, 14, 10] True", result.stderr
 
 
 def without_a_default_group(rank, world_size, store, compile):

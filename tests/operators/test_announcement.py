@@ -1,0 +1,88 @@
+"""What ranks announce behind their sums, and what operators make of it."""
+
+import pytest
+import torch
+from cases import arguments, make_input, operator
+
+from syncbn import ops
+
+TAG, OUTLOOK = 77.0, 12.0
+CHANNELS = 3
+SENDERS = {"batch_norm_stats": 2 * CHANNELS + 1, "batch_norm_backward_reduce": 2 * CHANNELS}
+RECEIVERS = {"batch_norm_apply": 1, "batch_norm_backward_apply": 5}  # the position of the sums
+WORDS = {
+    "withdrawn": "another rank of the process group withdrew from this pass",
+    "different": "the ranks of the process group run different passes",
+}
+
+
+def one_or_first(result):
+    return result if isinstance(result, torch.Tensor) else result[0]
+
+
+@pytest.mark.parametrize("name", SENDERS)
+@pytest.mark.parametrize(
+    ("shape", "values"), [((5, CHANNELS), 5), ((0, CHANNELS), 0), ((2, CHANNELS, 7, 7), 98)]
+)
+def test_sums_are_the_same_before_an_announcement(each_device, name, shape, values):
+    args = arguments(name, make_input(shape, "contiguous", torch.float32))
+    plain = one_or_first(operator(name)(*args))
+    announced = one_or_first(operator(name)(*args, TAG, OUTLOOK))
+    assert plain.numel() == SENDERS[name]
+    same, end = announced[: SENDERS[name]], announced[2 * CHANNELS :].tolist()
+    torch.testing.assert_close(same, plain, rtol=0, atol=0, equal_nan=True)  # mean of no values
+    assert end == [values if name == "batch_norm_stats" else 0, TAG, OUTLOOK, OUTLOOK**2]
+
+
+def received(name, what):
+    """Arguments of an operator whose sums are those of two ranks."""
+    args = list(arguments(name, make_input((5, CHANNELS), "contiguous", torch.float32)))
+    sums = args[RECEIVERS[name]][: 2 * CHANNELS]
+    count = float("nan") if what == "withdrawn" else 5.0 if name == "batch_norm_apply" else 0.0
+    tags = 2 * TAG + (what == "different")
+    args[RECEIVERS[name]] = torch.cat([sums, sums.new_tensor([count, tags, 24, 288])])
+    return args
+
+
+@pytest.mark.parametrize("name", RECEIVERS)
+def test_sound_sums_give_the_same_result(each_device, name):
+    args = received(name, "sound")
+    plain = list(args)
+    end = 2 * CHANNELS + (name == "batch_norm_apply")
+    plain[RECEIVERS[name]] = args[RECEIVERS[name]][:end].clone()
+    expected = one_or_first(operator(name)(*plain))
+    assert torch.equal(one_or_first(operator(name)(*args, 2 * TAG)), expected)
+    assert torch.equal(one_or_first(operator(name)(*args)), expected)  # not judged
+
+
+@pytest.mark.parametrize("what", ["withdrawn", "different"])
+@pytest.mark.parametrize("name", RECEIVERS)
+def test_error_on_the_cpu_changes_nothing(name, what):
+    args = received(name, what)
+    before = [arg.clone() if isinstance(arg, torch.Tensor) else arg for arg in args]
+    with pytest.raises(RuntimeError, match=WORDS[what]) as error:
+        getattr(ops, name)(*args, 2 * TAG)
+    kind = ops.WithdrawnError if what == "withdrawn" else ops.PassesDifferError
+    assert type(error.value) is kind
+    for arg, old in zip(args, before, strict=True):
+        if isinstance(arg, torch.Tensor):
+            assert torch.equal(arg, old) or arg.isnan().any()
+
+
+@pytest.mark.parametrize("name", RECEIVERS)
+def test_sums_that_are_to_be_judged_must_have_an_announcement(each_device, name):
+    args = arguments(name, make_input((5, CHANNELS), "contiguous", torch.float32))
+    with pytest.raises(RuntimeError, match=r"to have shape \[10\]"):
+        operator(name)(*args, 2 * TAG)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("what", ["sound", "withdrawn", "different"])
+@pytest.mark.parametrize("name", RECEIVERS)
+def test_verdict_on_cuda(on_cuda, name, what):
+    args = received(name, what)
+    verdict = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
+    output = one_or_first(operator(name)(*args, 2 * TAG, verdict))
+    torch.cuda.synchronize()
+    assert output.isnan().all().item() == (what != "sound")
+    assert verdict.item() == {"sound": 0, "withdrawn": -2 * TAG, "different": 2 * TAG}[what]
