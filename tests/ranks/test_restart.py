@@ -1,0 +1,68 @@
+"""A rank that dies under torchrun, which starts all ranks again."""
+
+import os
+import subprocess
+import sys
+
+import torch
+
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from syncbn import convert_sync_batchnorm
+
+folder = Path(sys.argv[1])
+checkpoint, has_died = folder / "checkpoint", folder / "has died"
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 1))
+model = DistributedDataParallel(convert_sync_batchnorm(model))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+begin = 0
+if checkpoint.exists():
+    begin, *states = torch.load(checkpoint)
+    for part, state in zip((model, optimizer), states):
+        part.load_state_dict(state)
+for step in range(begin, 6):
+    x = torch.rand(4, 3, generator=torch.Generator().manual_seed(2 * step + rank))
+    loss = model(x).square().mean()
+    if rank == 1 and step == 3 and len(sys.argv) > 2 and not has_died.exists():
+        has_died.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    if rank == 0:
+        torch.save((step + 1, model.state_dict(), optimizer.state_dict()), folder / "new")
+        (folder / "new").rename(checkpoint)
+    dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def weights_after(folder, *arguments):
+    folder.mkdir()
+    program = folder / "train.py"
+    program.write_text(PROGRAM)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node=2", "--max-restarts=1", str(program), str(folder), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    result = subprocess.run(torchrun, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    steps, model, _ = torch.load(folder / "checkpoint")
+    assert steps == 6
+    return model
+
+
+def test_restart_from_a_checkpoint_ends_with_the_same_weights(tmp_path):
+    undisturbed = weights_after(tmp_path / "undisturbed")
+    disturbed = weights_after(tmp_path / "disturbed", "with a death")
+    assert (tmp_path / "disturbed" / "has died").exists()
+    assert undisturbed.keys() == disturbed.keys()
+    for name, weight in undisturbed.items():
+        assert torch.equal(weight, disturbed[name]), name
