@@ -115,7 +115,8 @@ class History:
 
     def __init__(self, group: ProcessGroup) -> None:
         name = ""
-        with contextlib.suppress(RuntimeError):  # torch.distributed gives its groups names
+        # torch.distributed gives its groups names; others raise either.
+        with contextlib.suppress(RuntimeError, ValueError):
             name = str(group.group_name)
         _groups_named[name] += 1
         # A later group may have the name and the store of an earlier one.

@@ -53,9 +53,12 @@ def of_report(other: Report, group: ProcessGroup, record: Record) -> Exception:
     return with_layer_and_rank(error, record.layer, group)
 
 
-def of_collective(error: RuntimeError, group: ProcessGroup, record: Record) -> Exception:
+def of_collective(error: Exception, group: ProcessGroup, record: Record) -> Exception:
     """Return the error of a collective that failed, with what may have happened and where."""
     record.history.forget()
+    # torch fails to log the error of a group that it has not made, and raises that in its place.
+    if isinstance(error, ValueError) and isinstance(error.__context__, RuntimeError):
+        error = error.__context__
     if "Batching rule not implemented" in str(error):
         words = "gradients of several ranks cannot be batched; leave out is_grads_batched=True"
         return with_layer_and_rank(NotImplementedError(words), record.layer, group)

@@ -149,7 +149,7 @@ def sum_over_ranks(message: Tensor, group: ProcessGroup, record: Record) -> Tens
     try:
         label = str(record) if record.history.label else ""
         totals = collectives.all_reduce_sum(message, group, label)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise errors.of_collective(error, group, record) from error
     record.history.hear(record, totals)
     return totals
@@ -172,7 +172,7 @@ def _enter(message: Tensor, group: ProcessGroup, record: Record) -> None:
         other = history.enter(record, message.numel(), group, message.device)
     except (ops.PassesDifferError, ops.WithdrawnError) as error:
         raise errors.of_pass(error, record.layer, group, record) from None
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise errors.of_collective(error, group, record) from error
     if other is None:
         return
