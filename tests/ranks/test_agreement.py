@@ -224,3 +224,24 @@ def test_ranks_go_on_together_after_a_disagreement(two_ranks):
     (sizes, mean), (other_sizes, other_mean) = two_ranks.run(go_on_after_a_failure)
     assert sizes == other_sizes == [10, 12, 12, 10]
     assert torch.equal(mean, other_mean)
+
+
+def fail_without_channels(rank, world_size, steps):
+    """Rank 1 calls the function with nothing that tells the size of its message."""
+    layer = SyncBatchNorm(3)
+    for _ in range(steps):
+        step(layer)
+    if rank == 1:
+        sync_batch_norm(None, None, None, training=True)
+    layer(torch.rand(2, 3))
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_rank_that_knows_no_size_withdraws_from_what_others_send(steps):
+    with Ranks(3, case_seconds=30) as ranks:
+        outcomes = ranks.outcomes(fail_without_channels, steps)
+    assert outcomes[1].kind == "TypeError" and "[rank 1 of 3]" in outcomes[1].message
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.kind == "RuntimeError"
+        assert "withdrew from this forward pass" in outcome.message
+        assert "rank 1: TypeError: expected input to be a torch.Tensor" in outcome.message
