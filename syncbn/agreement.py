@@ -47,8 +47,10 @@ __all__ = [
 # Their positions are part of the tags.
 _DIRECTIONS = ("forward", "recomputation", "backward", "double backward")
 
-# Store keys and records of programs that make new layers all the time stay bounded.
+# Store keys and records of programs that make new layers all the time stay bounded, and so do the
+# requests in a first step: a store answers some 50,000 a second. Beyond, sizes are compared once.
 _MAX_COMPARISONS = 1000
+_MAX_RANKS = 1024
 _MAX_RECORDS = 10_000
 
 # For ranks that turn together: in a training they arrive within less.
@@ -262,7 +264,8 @@ class History:
     def _compare_in_store(
         self, record: Record, group: ProcessGroup, device: torch.device
     ) -> Report | None:
-        if self.num_comparisons >= _MAX_COMPARISONS and self.size in self.sizes_compared:
+        many = self.num_comparisons >= _MAX_COMPARISONS or group.size() > _MAX_RANKS
+        if many and self.size in self.sizes_compared:
             return None
         self.sizes_compared.add(self.size)
         first = self._write_first(self.report(record, group), group, device)

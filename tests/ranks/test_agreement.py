@@ -130,16 +130,18 @@ def test_comparison_finds_who_differs_and_only_then():
 
 
 class Group:
-    """A process group whose name, store and count of operations are those of one before it."""
+    """A process group whose name and count of operations are those of others."""
 
     group_name = "0"
-    store = dist.HashStore()
+
+    def __init__(self, store, size=2):
+        self.store, self.num_ranks = store, size
 
     def rank(self):
         return 0
 
     def size(self):
-        return 2
+        return self.num_ranks
 
     def get_group_store(self):
         return self.store
@@ -152,11 +154,21 @@ class Group:
 
 
 def test_second_group_of_a_name_is_not_mistaken_for_the_first():
+    store = dist.HashStore()
     for size in (10, 18):
-        group = Group()
+        group = Group(store)
         history = history_of(group)
         record = history.record(Identity(""), "forward")
         assert history.enter(record, size, group, CPU) is None
+
+
+@pytest.mark.parametrize(("num_ranks", "requests"), [(1024, 6), (1025, 2)])
+def test_many_ranks_compare_each_size_once(num_ranks, requests):
+    group = Group(dist.HashStore(), num_ranks)
+    history = history_of(group)
+    for size in (10, 10, 18, 18, 10, 18):
+        history.enter(history.record(Identity(""), "forward"), size, group, CPU)
+    assert group.store.num_keys() == requests
 
 
 @pytest.mark.parametrize("words", ["", "with several words"])
