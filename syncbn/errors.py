@@ -30,15 +30,16 @@ def of_pass(
     error: Exception, layer: Identity, group: ProcessGroup | None, record: Record | None
 ) -> Exception:
     """Return an error of an operator, which may have found that the ranks' sums are not sound."""
-    if group is None or record is None:
+    not_sound = isinstance(error, (ops.WithdrawnError, ops.PassesDifferError))
+    if group is None or record is None or not not_sound:
         return with_layer_and_rank(error, layer, group)
     history = record.history
     if isinstance(error, ops.WithdrawnError):
         error = _withdrawn(record, reports.read(group, history))
-    elif isinstance(error, ops.PassesDifferError):
+    else:
         other = reports.another_pass(group, history, record)
         error = _different(history.report(record, group), other)
-    history.forget()
+    history.forget()  # as all ranks do
     return with_layer_and_rank(error, layer, group)
 
 

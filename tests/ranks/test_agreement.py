@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from ranks import Ranks
 from torch import nn
 
-from syncbn import SyncBatchNorm, agreement, convert_sync_batchnorm, sync_batch_norm
+from syncbn import SyncBatchNorm, agreement, convert_sync_batchnorm, ops, sync_batch_norm
 from syncbn.agreement import Report, history_of
 from syncbn.identity import Identity
 
@@ -257,3 +258,25 @@ def test_rank_that_knows_no_size_withdraws_from_what_others_send(steps):
         assert outcome.kind == "RuntimeError"
         assert "withdrew from this forward pass" in outcome.message
         assert "rank 1: TypeError: expected input to be a torch.Tensor" in outcome.message
+
+
+def run_out_after_the_sum_and_go_on(rank, world_size):
+    """Rank 1 fails where the others do not hear it, and begins the next step."""
+    layers = SyncBatchNorm(3), SyncBatchNorm(4)
+    step(*layers)
+    step(*layers)
+    if rank == 1:
+        no_memory = torch.OutOfMemoryError("CUDA out of memory.")
+        with (
+            mock.patch.object(ops, "_batch_norm_apply", side_effect=no_memory),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            step(*layers)
+    step(*layers)
+
+
+def test_rank_that_goes_on_after_its_own_failure_still_knows_the_others():
+    with Ranks(3, case_seconds=30) as ranks:
+        outcomes = ranks.outcomes(run_out_after_the_sum_and_go_on)
+    assert [outcome.kind for outcome in outcomes] == ["ValueError"] * 3
+    assert all("expected the same channels" in outcome.message for outcome in outcomes)
