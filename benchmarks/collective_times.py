@@ -24,7 +24,7 @@ Samples = dict[tuple[int, int], dict[str, list[float]]]  # by world size and cha
 def _calls(channels: int, device: torch.device, group: Any) -> dict[str, Call]:
     """Return ours, and that of torch.nn.SyncBatchNorm."""
     size = 2 * channels + 1
-    sums = torch.zeros(size, dtype=torch.float64, device=device)
+    sums = torch.zeros(2 * channels + 4, dtype=torch.float64, device=device)
     own = torch.zeros(size, device=device)
     gathered = torch.zeros(group.size() * size, device=device)
     return {

@@ -145,7 +145,7 @@ def test_counted_bytes(rows):
         if world == 1:
             assert got == {"syncbn": [0, 0, 0], "all-gather": [0, 0, 0]}
         else:
-            ours, theirs = 8 * (forward + backward), 4 * (forward + backward)
+            ours, theirs = 2 * 8 * (2 * channels + 4), 4 * (forward + backward)
             assert got["syncbn"] == [2, ours, ours]
             assert got["all-gather"] == [2, theirs, 4 * (world * forward + backward)]
 

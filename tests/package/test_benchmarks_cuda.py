@@ -147,7 +147,7 @@ layer(torch.rand(3, 4)).sum().backward()
 print(sizes)
 """
     result = execute("-c", code, GLOO_SOCKET_IFNAME="lo")
-    assert result.stdout == "[9, 8]\n", result.stderr
+    assert result.stdout == "[12, 12]\n", result.stderr
 
 
 @pytest.mark.parametrize(("suite", "nets"), [("full", 12), ("quick", 4)])
