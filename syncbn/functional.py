@@ -68,10 +68,11 @@ def sync_batch_norm(
     Raises:
         TypeError: An argument of the wrong type, dtype or layout.
         ValueError: An argument of the wrong shape, device or value; one value per channel without
-            other ranks; a rank outside of ``process_group``; ranks with different C.
+            other ranks; a rank outside of ``process_group``, or a group that was destroyed;
+            ranks with different C.
         NotImplementedError: Training on a device without operators, in a torch.func transform, or
             under DistributedDataParallel.join().
-        RuntimeError: Another rank failed, left or did not come.
+        RuntimeError: Another rank failed, left, did not come or runs another layer.
 
     Example:
         >>> import torch

@@ -10,7 +10,14 @@ import torch.distributed as dist
 from ranks import Ranks
 from torch import nn
 
-from syncbn import SyncBatchNorm, agreement, convert_sync_batchnorm, ops, sync_batch_norm
+from syncbn import (
+    SyncBatchNorm,
+    agreement,
+    convert_sync_batchnorm,
+    exchange,
+    ops,
+    sync_batch_norm,
+)
 from syncbn.agreement import Report, history_of
 from syncbn.identity import Identity
 
@@ -258,6 +265,27 @@ def test_rank_that_knows_no_size_withdraws_from_what_others_send(steps):
         assert outcome.kind == "RuntimeError"
         assert "withdrew from this forward pass" in outcome.message
         assert "rank 1: TypeError: expected input to be a torch.Tensor" in outcome.message
+
+
+def hear_late(rank, world_size, verdict):
+    """As an operator on CUDA would have noted it in a pass before."""
+    layer, group = SyncBatchNorm(3), dist.group.WORLD
+    layer._name = "body.bn1"
+    history = history_of(group)
+    tag = history.record(layer._identity, "backward").tag
+    history.verdicts[CPU] = torch.tensor([verdict * world_size * tag], dtype=torch.float64)
+    with pytest.raises(RuntimeError) as error:
+        exchange._look_back(group, CPU)
+    exchange._look_back(group, CPU)  # says it once
+    del history.verdicts[CPU]
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("verdict", "words"), [(-1, "withdrew"), (1, "made another pass")])
+def test_verdict_of_a_pass_before_names_its_layer(two_ranks, verdict, words):
+    for said in two_ranks.run(hear_late, verdict):
+        assert said.startswith("the backward pass of layer 'body.bn1' gave NaN: another rank")
+        assert words in said
 
 
 def run_out_after_the_sum_and_go_on(rank, world_size):
