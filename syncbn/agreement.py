@@ -288,8 +288,9 @@ class History:
     def _store_and_key(self, group: ProcessGroup, device: torch.device) -> tuple[Store, str] | None:
         """Return the group's store and the place in it where the ranks meet next.
 
-        They meet if their backends have counted the same number of operations. Sends between some
-        ranks make these numbers differ; such ranks find only what they wrote.
+        They meet if they have made the same number of passes, and their backends the same number of
+        operations. Sends between some ranks make the latter differ; such ranks find only what they
+        wrote.
 
         Returns:
             None where the group has no store or does not count its operations.
@@ -302,7 +303,7 @@ class History:
             return None
         if store is None:  # MPI has none
             return None
-        return store, f"{self.prefix}/{number}/{self.num_comparisons}"
+        return store, f"{self.prefix}/{number}/{self.num_passes}"
 
 
 def describe(tag: int) -> str:

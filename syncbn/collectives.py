@@ -19,7 +19,6 @@ __all__ = [
     "check_process_group",
     "group_named",
     "is_debugging",
-    "is_plain",
     "likely_device",
     "resolve_group",
 ]
@@ -108,11 +107,6 @@ def adds_up(group: ProcessGroup) -> bool:
 def is_debugging() -> bool:
     """Whether TORCH_DISTRIBUTED_DEBUG asks for details."""
     return bool(get_debug_level() != DebugLevel.OFF)
-
-
-def is_plain(group: ProcessGroup) -> bool:
-    """Whether a graph can hold the group, by its name: not so one that is written in Python."""
-    return type(group) is ProcessGroup
 
 
 def likely_device(group: ProcessGroup) -> torch.device:

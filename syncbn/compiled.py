@@ -34,16 +34,13 @@ def train(
     """As :func:`syncbn.functional.train`, to be traced by torch.compile.
 
     Returns:
-        None where a number, such as numpy's, or a group, such as one that is written in Python,
-        fits into no graph.
+        None where a number, such as numpy's, fits into no graph.
 
     Raises:
         TypeError, ValueError: An argument that fits into no graph, such as an input of None. The
             compiler runs the layer uncompiled or, with ``fullgraph=True``, quotes the words.
     """
     checks.check_no_transform()
-    if group is not None and not collectives.is_plain(group):
-        return None
     group_name = None if group is None else group.group_name
     if not _is_valid(input, arguments, alone=group is None):
         if not _fits_operator(input, arguments):
@@ -259,18 +256,22 @@ def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None 
     group = collectives.group_named(group_name)
     if direction == "forward":
         direction = tracing.forward_direction()
-    record = history_of(group).record(identity_from(identity), direction)
+    history, layer = history_of(group), identity_from(identity)
+    record = history.record(layer, direction)
     totals = exchange.wait(reduced, group, record)
-    if direction == "recomputation":
-        # The sum may be that of the forward pass, which the compiler has kept.
-        first = history_of(group).record(record.layer, "forward")
-        if totals.is_cpu and totals[-3] == first.history.sum_of(first.tag, group):
-            record = first
     if not totals.is_cuda:
+        if direction == "recomputation":
+            # The sum may be that of the forward pass, which the compiler has kept.
+            first = history.record(layer, "forward")
+            if totals[-3] == history.sum_of(first.tag, group):
+                record = first
         exchange.judge(totals, group, record)
         return totals[:-3].clone()  # an operator returns what is new
     # Never waits for the device: sums that are not sound become NaN.
-    sound = totals[-3] == record.history.sum_of(record.tag, group)
+    sound = totals[-3] == history.sum_of(record.tag, group)
+    if direction == "recomputation":
+        first = history.record(layer, "forward")
+        sound |= totals[-3] == history.sum_of(first.tag, group)
     return torch.where(sound, totals[:-3], torch.nan)
 
 

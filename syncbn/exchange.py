@@ -288,7 +288,11 @@ def _withdraw(
         size = None if channels is None else agreement.size_of(channels)
         history = history_of(group)
         # An error in here must not hide that of the rank.
-        with _no_trace(), contextlib.suppress(RuntimeError, ValueError):
+        with (
+            _no_trace(),
+            _torch_private.without_dispatch_modes(),
+            contextlib.suppress(RuntimeError, ValueError),
+        ):
             history.num_passes += 1
             words = reports.leave(group, history, error)
             size = history.leave(size, words, group, device)

@@ -150,7 +150,7 @@ def train(
 torch.fx.wrap("train")  # symbolic tracing records the call
 
 _train_uncompiled = torch.compiler.disable(
-    train, reason="a SyncBatchNorm layer has a number or a process group that fits into no graph"
+    train, reason="a SyncBatchNorm layer has a number that fits into no graph"
 )
 
 
