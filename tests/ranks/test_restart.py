@@ -17,8 +17,10 @@ from syncbn import convert_sync_batchnorm
 
 folder = Path(sys.argv[1])
 checkpoint, has_died = folder / "checkpoint", folder / "has died"
-dist.init_process_group("gloo")
-rank = dist.get_rank()
+# A store for each start: with torch 2.15 ranks can find addresses of those before in torchrun's.
+rank, start = (os.environ[name] for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+rank, store = int(rank), f"file://{folder}/store {start}"
+dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.ReLU(), nn.Linear(5, 1))
 model = DistributedDataParallel(convert_sync_batchnorm(model))

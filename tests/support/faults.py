@@ -389,6 +389,8 @@ FAULTS += [
         loss_of_connection,
         "go on in a new group",
         where=ANYWHERE,
+        ways=EAGER
+        + CHECKPOINTED,  # a graph compiled by torch 2.15 holds its group, and connections
     ),
     Fault(
         "user-error-caught",
