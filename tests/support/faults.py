@@ -1,312 +1,36 @@
-"""What one rank may do differently in a training step, and what then becomes of all ranks.
+"""All faults: those of a rank's program, and of a rank that fails, ends, or loses its group.
 
-Each :class:`Fault` is a row of docs/failures.md and is tested by tests/ranks/test_faults.py. The
-last rank differs, in the third step of the program in ``trial.py``.
+Each fault is a row of docs/failures.md and is tested by tests/ranks/test_faults.py. The last rank
+differs, in the third step of the program in ``trial.py``.
 """
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 
-import torch
+import program_faults
 import torch.distributed as dist
-from trial import CHANNELS, FIRST_HALF, SAME_CHANNELS, Training, hold, network
-
-from syncbn import convert_sync_batchnorm, ops
-
-
-@dataclass(frozen=True)
-class Fate:
-    """What a rank gets: a pattern of its error's class and words, and words for the document.
-
-    ``{where}`` in the pattern is forward, backward or recomputation, ``{pass}`` the same as a noun.
-    """
-
-    pattern: str
-    words: str
-    own: bool = False  # not of the library: without its layer and rank
-
-
-CHANNELS_DIFFER = r"ValueError: expected the same channels on all ranks"
-WITHDRAWN = r"RuntimeError: another rank of the process group withdrew from this {pass}"
-PASSES_DIFFER = r"RuntimeError: the ranks run different passes: this rank runs .*rank \d"
-
-goes_on = Fate("", "goes on")
-withdrawn = Fate(
-    rf"{WITHDRAWN}.*rank \d: OutOfMemoryError: CUDA out of memory",
-    "at once: “another rank of the process group withdrew”, with the words of its error",
+from fault_case import (
+    CHECKPOINTED,
+    EAGER,
+    EVERYWHERE,
+    SELDOM,
+    Fate,
+    Fault,
+    communication,
+    disagreement_or_channels,
+    goes_on,
+    gone,
+    interrupt,
+    loss_of_connection,
+    out_of_memory,
+    user_error,
+    withdrawn,
 )
-disagreement = Fate(PASSES_DIFFER, "at once: “the ranks run different passes”, and which two")
-other_channels = Fate(
-    f"{CHANNELS_DIFFER}|{WITHDRAWN}",
-    "at once: “expected the same channels on all ranks”, and both numbers",
-)
-# Two layers of other sizes: which of both is found first is the library's choice.
-disagreement_or_channels = Fate(
-    f"{PASSES_DIFFER}|{CHANNELS_DIFFER}|{WITHDRAWN}",
-    "at once: “the ranks run different passes” or “expected the same channels”",
-)
-communication = Fate(
-    r"RuntimeError: the {where} all-reduce of a SyncBatchNorm layer failed: another rank has "
-    r"failed, left, did not come in time or runs another layer",
-    "at the group's timeout: “the all-reduce of a SyncBatchNorm layer failed”",
-)
-loss_of_connection = Fate(
-    communication.pattern, "at once: “the all-reduce of a SyncBatchNorm layer failed”"
-)
-user_error = Fate(r"ValueError: the words of a user's layer$", "its own error", own=True)
-out_of_memory = Fate(
-    r"OutOfMemoryError: CUDA out of memory\. syncbn tried to allocate", "its own error"
-)
-interrupt = Fate(r"KeyboardInterrupt: $", "KeyboardInterrupt, once the collective ends", own=True)
-gone = Fate("", "is gone")
+from trial import hold
 
-EAGER = ((2, "eager"), (3, "eager"))
-COMPILED = ((2, "compiled"),)
-CHECKPOINTED = ((3, "checkpointed"),)
-EVERYWHERE = EAGER + COMPILED + CHECKPOINTED
-SELDOM = ((3, "eager"), *COMPILED)  # of what waits for seconds
-
-WAITING_SECONDS = 5  # of a group's timeout
-
-
-def train(training: Training, where: str) -> None:
-    training.step()
-
-
-@dataclass(frozen=True)
-class Fault:
-    """``differs`` and ``others_do`` are the step of the rank that differs and of the others."""
-
-    name: str
-    what: str
-    differs: Callable[[Training, str], None]
-    that_rank: Fate
-    others: Fate
-    advice: str
-    where: tuple[str, ...] = ("forward",)
-    ways: tuple[tuple[int, str], ...] = EVERYWHERE  # ranks and mode
-    others_do: Callable[[Training, str], None] = train
-    prepare: Callable[[Training], None] = lambda training: None
-    channels: tuple[int, ...] = CHANNELS
-    waits: bool = False  # for the group's timeout: nobody can know before
-    leaves: bool = False  # is no member of the group that is made afterwards
-    ends: str = ""  # how its process does
-    resume: Callable[..., None] | None = None
-    # By ``where``: what the others run and what that rank runs, which errors say in eager mode.
-    passes: dict[str, tuple[str, str]] = field(default_factory=dict)
-
-    @property
-    def timeout(self) -> int:
-        """Seconds, of the group."""
-        return WAITING_SECONDS if self.waits else 20
-
-    def cases(self) -> list[tuple[str, int, str]]:
-        """Return where, number of ranks and mode of each case."""
-        return [
-            (where, world_size, mode)
-            for where in self.where
-            for world_size, mode in (CHECKPOINTED if where == "recomputation" else self.ways)
-        ]
-
-
-# Other layers.
-
-SAME_MODEL = "build and run the same layers in the same order on all ranks"
-
-
-def use_other_channels(training, where):
-    training.use(convert_sync_batchnorm(network((6, 8, 6, 10))))
-    training.step()
-
-
-def run_layers(names):
-    def step(training, where):
-        training.arrange(names)
-        training.step()
-
-    return step
-
-
-TWICE = f"{FIRST_HALF} linear3 norm3 norm3 linear4 norm4"
-EXCHANGED = f"{FIRST_HALF} linear3 norm4 linear4 norm3"
-SKIPPED = f"{FIRST_HALF} linear3 linear4 norm4"
-
-FAULTS = [
-    Fault(
-        "channels",
-        "has 6 channels in a layer that has 4 elsewhere",
-        use_other_channels,
-        other_channels,
-        other_channels,
-        SAME_MODEL,
-    ),
-    Fault(
-        "fewer",
-        "has fewer layers",
-        run_layers(FIRST_HALF),
-        disagreement,
-        disagreement,
-        SAME_MODEL,
-        passes={
-            "forward": ("the forward pass of layer 'norm3'", "the backward pass of layer 'norm2'")
-        },
-    ),
-    Fault(
-        "more",
-        "has more layers",
-        train,
-        disagreement,
-        disagreement,
-        SAME_MODEL,
-        others_do=run_layers(FIRST_HALF),
-        passes={
-            "forward": ("the backward pass of layer 'norm2'", "the forward pass of layer 'norm3'")
-        },
-    ),
-    Fault(
-        "order",
-        "runs two layers of one size in another order",
-        run_layers(EXCHANGED),
-        disagreement,
-        disagreement,
-        SAME_MODEL,
-        channels=SAME_CHANNELS,
-        passes={
-            "forward": ("the forward pass of layer 'norm3'", "the forward pass of layer 'norm4'")
-        },
-    ),
-    Fault(
-        "twice",
-        "runs a layer twice; the next one has the same size",
-        run_layers(TWICE),
-        disagreement,
-        disagreement,
-        SAME_MODEL,
-        channels=SAME_CHANNELS,
-        passes={
-            "forward": ("the forward pass of layer 'norm4'", "the forward pass of layer 'norm3'")
-        },
-    ),
-    Fault(
-        "twice-sizes",
-        "runs a layer twice; the next one has another size",
-        run_layers(TWICE),
-        disagreement_or_channels,
-        disagreement_or_channels,
-        SAME_MODEL,
-    ),
-    Fault(
-        "skip",
-        "skips a layer; the next one has the same size",
-        run_layers(SKIPPED),
-        disagreement,
-        disagreement,
-        SAME_MODEL,
-        channels=SAME_CHANNELS,
-        passes={
-            "forward": ("the forward pass of layer 'norm3'", "the forward pass of layer 'norm4'")
-        },
-    ),
-    Fault(
-        "skip-sizes",
-        "skips a layer; the next one has another size",
-        run_layers(SKIPPED),
-        disagreement_or_channels,
-        disagreement_or_channels,
-        SAME_MODEL,
-    ),
-]
-
-
-# Passes that one rank does not make.
-
-AFTERWARDS = ("the backward pass of layer 'norm4'", "the forward pass of layer 'norm1'")
-
-
-def evaluate(training, where):
-    training.model.eval()
-    training.step()
-    training.model.train()
-
-
-def stay_without_gradients(training, where):
-    with torch.no_grad():
-        training.forward()
-
-
-def go_on_without_gradients(training, where):
-    stay_without_gradients(training, where)
-    training.step()
-
-
-def go_on_with_detached_output(training, where):
-    training.forward().detach().requires_grad_().square().sum().backward()
-    training.step()
-
-
-def toggle_checkpointing(training, where):
-    training.mode = "eager" if training.mode == "checkpointed" else "checkpointed"
-    training.step()
-
-
-FAULTS += [
-    Fault(
-        "eval",
-        "runs its model in `eval()`",
-        evaluate,
-        goes_on,
-        communication,
-        "call `train()` and `eval()` on all ranks alike",
-        ways=SELDOM,
-        waits=True,
-    ),
-    Fault(
-        "no-grad",
-        "runs its model under `no_grad()`, then the next step",
-        go_on_without_gradients,
-        disagreement,
-        disagreement,
-        "differentiate on all ranks or on none",
-        passes={"forward": AFTERWARDS},
-    ),
-    Fault(
-        "no-grad-at-the-end",
-        "runs its model under `no_grad()` in its last step",
-        stay_without_gradients,
-        goes_on,
-        communication,
-        "differentiate on all ranks or on none",
-        where=("backward",),
-        ways=SELDOM,
-        waits=True,
-    ),
-    Fault(
-        "detached",
-        "detaches the output, then runs the next step",
-        go_on_with_detached_output,
-        disagreement,
-        disagreement,
-        "multiply a loss that must not count by 0",
-        passes={"forward": AFTERWARDS},
-    ),
-    Fault(
-        "checkpoint",
-        "alone uses activation checkpointing, or alone does not",
-        toggle_checkpointing,
-        disagreement,
-        disagreement,
-        "checkpoint the same layers on all ranks",
-        ways=EVERYWHERE,
-        passes={
-            "forward": ("the backward pass of layer 'norm4'", "the recomputation of layer 'norm1'")
-        },
-    ),
-]
-
+from syncbn import ops
 
 # Errors on one rank.
 
@@ -369,6 +93,7 @@ def come_late(training, where):
 
 AFTER_MEMORY = "as above; the others wait for it in the next layer"
 
+FAULTS = list(program_faults.FAULTS)
 FAULTS += [
     Fault(
         "user-error",
@@ -389,8 +114,8 @@ FAULTS += [
         loss_of_connection,
         "go on in a new group",
         where=ANYWHERE,
-        ways=EAGER
-        + CHECKPOINTED,  # a graph compiled by torch 2.15 holds its group, and connections
+        # A graph that torch 2.15 has compiled holds its group, and so the connections.
+        ways=EAGER + CHECKPOINTED,
     ),
     Fault(
         "user-error-caught",

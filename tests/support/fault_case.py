@@ -1,0 +1,101 @@
+"""What a fault of one rank is: the step that differs, and what becomes of each rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from trial import CHANNELS, Training
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What a rank gets: a pattern of its error's class and words, and words for the document.
+
+    ``{where}`` in the pattern is forward, backward or recomputation, ``{pass}`` the same as a noun.
+    """
+
+    pattern: str
+    words: str
+    own: bool = False  # not of the library: without its layer and rank
+
+
+CHANNELS_DIFFER = r"ValueError: expected the same channels on all ranks"
+WITHDRAWN = r"RuntimeError: another rank of the process group withdrew from this {pass}"
+PASSES_DIFFER = r"RuntimeError: the ranks run different passes: this rank runs .*rank \d"
+
+goes_on = Fate("", "goes on")
+withdrawn = Fate(
+    rf"{WITHDRAWN}.*rank \d: OutOfMemoryError: CUDA out of memory",
+    "at once: “another rank of the process group withdrew”, with the words of its error",
+)
+disagreement = Fate(PASSES_DIFFER, "at once: “the ranks run different passes”, and which two")
+other_channels = Fate(
+    f"{CHANNELS_DIFFER}|{WITHDRAWN}",
+    "at once: “expected the same channels on all ranks”, and both numbers",
+)
+# Two layers of other sizes: which of both is found first is the library's choice.
+disagreement_or_channels = Fate(
+    f"{PASSES_DIFFER}|{CHANNELS_DIFFER}|{WITHDRAWN}",
+    "at once: “the ranks run different passes” or “expected the same channels”",
+)
+communication = Fate(
+    r"RuntimeError: the {where} all-reduce of a SyncBatchNorm layer failed: another rank has "
+    r"failed, left, did not come in time or runs another layer",
+    "at the group's timeout: “the all-reduce of a SyncBatchNorm layer failed”",
+)
+loss_of_connection = Fate(
+    communication.pattern, "at once: “the all-reduce of a SyncBatchNorm layer failed”"
+)
+user_error = Fate(r"ValueError: the words of a user's layer$", "its own error", own=True)
+out_of_memory = Fate(
+    r"OutOfMemoryError: CUDA out of memory\. syncbn tried to allocate", "its own error"
+)
+interrupt = Fate(r"KeyboardInterrupt: $", "KeyboardInterrupt, once the collective ends", own=True)
+gone = Fate("", "is gone")
+
+EAGER = ((2, "eager"), (3, "eager"))
+COMPILED = ((2, "compiled"),)
+CHECKPOINTED = ((3, "checkpointed"),)
+EVERYWHERE = EAGER + COMPILED + CHECKPOINTED
+SELDOM = ((3, "eager"), *COMPILED)  # of what waits for seconds
+
+WAITING_SECONDS = 5  # of a group's timeout
+
+
+def train(training: Training, where: str) -> None:
+    training.step()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``differs`` and ``others_do`` are the step of the rank that differs and of the others."""
+
+    name: str
+    what: str
+    differs: Callable[[Training, str], None]
+    that_rank: Fate
+    others: Fate
+    advice: str
+    where: tuple[str, ...] = ("forward",)
+    ways: tuple[tuple[int, str], ...] = EVERYWHERE  # ranks and mode
+    others_do: Callable[[Training, str], None] = train
+    prepare: Callable[[Training], None] = lambda training: None
+    channels: tuple[int, ...] = CHANNELS
+    waits: bool = False  # for the group's timeout: nobody can know before
+    leaves: bool = False  # is no member of the group that is made afterwards
+    ends: str = ""  # how its process does
+    resume: Callable[..., None] | None = None
+    # By ``where``: what the others run and what that rank runs, which errors say in eager mode.
+    passes: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    @property
+    def timeout(self) -> int:
+        """Seconds, of the group."""
+        return WAITING_SECONDS if self.waits else 20
+
+    def cases(self) -> list[tuple[str, int, str]]:
+        """Return where, number of ranks and mode of each case."""
+        return [
+            (where, world_size, mode)
+            for where in self.where
+            for world_size, mode in (CHECKPOINTED if where == "recomputation" else self.ways)
+        ]
