@@ -123,11 +123,7 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tens
     """
     if label:
         with torch.profiler.record_function(f"syncbn {label}"):
-            return _all_reduce_sum(tensor, group)
-    return _all_reduce_sum(tensor, group)
-
-
-def _all_reduce_sum(tensor: Tensor, group: ProcessGroup) -> Tensor:
+            return all_reduce_sum(tensor, group)
     # A dispatch mode, such as selective checkpointing's, may keep an operator's result for later.
     if _torch_private.num_dispatch_modes() > 0:
         return _torch_private.wait(_torch_private.all_reduce(tensor, group.group_name))

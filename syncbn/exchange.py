@@ -51,9 +51,7 @@ def sum_statistics(
             :func:`sum_over_ranks`.
     """
     dense, message, record = start_forward(input, group, layer, arguments)
-    if group is not None and record is not None:
-        message = sum_over_ranks(message, group, record)
-    return dense, message, record
+    return dense, sum_over_ranks(message, group, record), record
 
 
 def start_forward(
@@ -139,13 +137,15 @@ def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
     return totals[:-4]
 
 
-def sum_over_ranks(message: Tensor, group: ProcessGroup, record: Record) -> Tensor:
+def sum_over_ranks(message: Tensor, group: ProcessGroup | None, record: Record | None) -> Tensor:
     """Sum the message of a pass over the ranks; what they say at its end is not looked at.
 
     Raises:
         NotImplementedError: In a batch of gradients.
         RuntimeError: The collective failed; the error names the layer and the rank.
     """
+    if group is None or record is None:
+        return message
     try:
         label = str(record) if record.history.label else ""
         totals = collectives.all_reduce_sum(message, group, label)
@@ -203,9 +203,9 @@ def _check_join(group: ProcessGroup, layer: Identity) -> None:
 # Verdicts: whether all ranks have made the same pass and none has withdrawn.
 
 
-def judge(totals: Tensor, group: ProcessGroup, record: Record) -> None:
+def judge(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> None:
     """Raise RuntimeError unless all ranks have made this pass; nothing for CUDA tensors."""
-    if not totals.is_cpu:
+    if group is None or record is None or not totals.is_cpu:
         return
     try:
         with _torch_private.without_dispatch_modes():

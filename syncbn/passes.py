@@ -77,8 +77,7 @@ def backward(
             group,
             layer,
         )
-        if group is not None and record is not None:
-            sums = exchange.sum_over_ranks(sums, group, record)
+        sums = exchange.sum_over_ranks(sums, group, record)
         if needs_grad_input:
             judge = exchange.judge_for(sums, group, record)
             try:
@@ -87,7 +86,7 @@ def backward(
                 )
             except RuntimeError as error:
                 raise errors.of_pass(error, layer, group, record) from None
-        elif group is not None and record is not None:
+        else:
             exchange.judge(sums, group, record)
     return (
         grad_input,
