@@ -35,6 +35,7 @@ def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
     check_device(input)
     check_channel_vectors(input, arguments)
     check_running(arguments)
+    check_not_expanded(arguments)
     check_eps(arguments.eps)
     if arguments.momentum is not None or arguments.num_batches_tracked is None:
         check_momentum(arguments.momentum)
@@ -80,7 +81,10 @@ def _are_ordinary(input: Tensor, arguments: Arguments) -> bool:
             or (not on_cpu and vector.device != input.device)
         ):
             return False
-    if (running_mean is None) != (running_var is None):
+    if running_mean is None or running_var is None:
+        if running_mean is not running_var:
+            return False
+    elif running_mean.stride(0) == 0 or running_var.stride(0) == 0:
         return False
     if counter is not None and (
         counter.dtype is not torch.int64
@@ -190,6 +194,17 @@ def check_running(arguments: Arguments) -> None:
             f"expected num_batches_tracked to be on {running_mean.device}, the device of "
             f"running_mean, but got {num_batches_tracked.device}"
         )
+
+
+def check_not_expanded(arguments: Arguments) -> None:
+    """Raise ValueError if channels share a place in the running statistics, which are written."""
+    for name in ("running_mean", "running_var"):
+        vector = getattr(arguments, name)
+        if vector is not None and vector.stride(0) == 0 and vector.size(0) > 1:
+            raise ValueError(
+                f"expected {name} to have a place in memory for each channel, but it is expanded; "
+                "call .clone() first"
+            )
 
 
 def check_eps(eps: object) -> None:

@@ -61,9 +61,9 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
         TypeError: It is not a group.
         ValueError: This rank is not a member of the group.
     """
-    # A group that is given needs no default group beside it.
-    if not _AVAILABLE or (process_group is None and not dist.is_initialized()):
+    if not _AVAILABLE:
         return None
+    # A group that is given needs no default group beside it.
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, ProcessGroup):
         check_process_group(group)

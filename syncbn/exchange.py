@@ -69,7 +69,6 @@ def start_forward(
             another size; in DistributedDataParallel.join().
         RuntimeError: The ranks run different passes; another rank has withdrawn or left.
     """
-    direction = tracing.forward_direction()
     try:
         if arguments is not None:
             checks.check_training(input, arguments, alone=group is None)
@@ -78,10 +77,10 @@ def start_forward(
             return dense, ops.batch_norm_stats(dense), None
         if dense.is_cuda:
             _look_back(group, dense.device)
-        record = history_of(group).record(layer, direction)
+        record = history_of(group).record(layer, tracing.forward_direction())
         message = ops.batch_norm_stats(dense, record.tag, record.outlook)
     except Exception as error:
-        raise _withdraw(error, group, layer, direction, input, arguments) from None
+        raise _withdraw(error, group, layer, input, arguments) from None
     _check_join(group, layer)
     _enter(message, group, record)
     return dense, message, record
@@ -117,7 +116,7 @@ def start_backward(
             grad_output, input, mean, invstd, *dtypes, record.tag, record.outlook
         )
     except Exception as error:
-        raise _withdraw(error, group, layer, "backward", input, None) from None
+        raise _withdraw(error, group, layer, input, None) from None
     _enter(sums, group, record)
     return grad_output, sums, grad_weight, grad_bias, record
 
@@ -261,14 +260,13 @@ def check(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     try:
         checks.check_training(input, arguments, alone=group is None)
     except Exception as error:
-        raise _withdraw(error, group, layer, "forward", input, arguments) from None
+        raise _withdraw(error, group, layer, input, arguments) from None
 
 
 def _withdraw(
     error: Exception,
     group: ProcessGroup | None,
     layer: Identity,
-    direction: str,
     input: object,
     arguments: Arguments | None,
 ) -> Exception:

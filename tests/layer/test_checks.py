@@ -94,6 +94,16 @@ def test_one_of_the_running_statistics(name, training):
         sync_batch_norm(X, **{**GOOD, name: None}, training=training)
 
 
+@pytest.mark.parametrize("name", ["running_mean", "running_var"])
+def test_expanded_running_statistics_can_only_be_read(name):
+    arguments = {**GOOD, name: torch.ones(1).expand(3)}
+    with pytest.raises(ValueError, match=f"expected {name} to have a place .* but it is expanded"):
+        sync_batch_norm(X, **arguments, training=True)
+    assert sync_batch_norm(X, **arguments).shape == X.shape
+    one = torch.ones(1).expand(1)
+    sync_batch_norm(X[:, :1], one, one.clone(), training=True)
+
+
 @pytest.mark.parametrize(
     ("eps", "kind", "message"),
     [
@@ -218,16 +228,24 @@ def test_bad_input_on_one_rank_fails_the_others_at_once(bad, kind, message, opti
     assert "[layer 'body.bn1', rank 0 of 2]" in waiting.message
 
 
-def momentum_of_none_on_one_rank(rank, world_size):
-    buffers = torch.zeros(3), torch.ones(3)
-    momentum = 0.1 if rank == 0 else None
-    sync_batch_norm(torch.rand(2, 3), *buffers, training=True, momentum=momentum)
+def bad_argument_on_one_rank(rank, world_size, bad):
+    arguments = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
+    if rank == 1:
+        arguments |= bad
+    sync_batch_norm(torch.rand(2, 3), **arguments, training=True)
 
 
-def test_bad_argument_of_the_function_on_one_rank_fails_the_others_at_once():
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"momentum": None}, "expected momentum to be a number"),
+        ({"running_var": torch.ones(1).expand(3)}, "but it is expanded"),
+    ],
+)
+def test_bad_argument_of_the_function_on_one_rank_fails_the_others_at_once(bad, message):
     with Ranks(2, case_seconds=30) as ranks:
-        waiting, failed = ranks.outcomes(momentum_of_none_on_one_rank)
-    assert "expected momentum to be a number" in failed.message
+        waiting, failed = ranks.outcomes(bad_argument_on_one_rank, bad)
+    assert message in failed.message
     assert "[rank 1 of 2]" in failed.message
     assert "another rank of the process group withdrew" in waiting.message
 
