@@ -116,10 +116,7 @@ class History:
     """The passes that this rank has made in a group."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        name = ""
-        # torch.distributed gives its groups names; others raise either.
-        with contextlib.suppress(RuntimeError, ValueError):
-            name = str(group.group_name)
+        name = collectives.name_of(group)
         _groups_named[name] += 1
         # A later group may have the name and the store of an earlier one.
         self.prefix = f"syncbn/{_groups_named[name]}"

@@ -20,6 +20,7 @@ __all__ = [
     "group_named",
     "is_debugging",
     "likely_device",
+    "name_of",
     "resolve_group",
 ]
 
@@ -61,9 +62,9 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
         TypeError: It is not a group.
         ValueError: This rank is not a member of the group.
     """
-    if not _AVAILABLE:
-        return None
     # A group that is given needs no default group beside it.
+    if not _AVAILABLE or (process_group is None and not dist.is_initialized()):
+        return None
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, ProcessGroup):
         check_process_group(group)
@@ -94,6 +95,14 @@ def group_named(name: str) -> ProcessGroup:
 
 def _this_rank() -> str:
     return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
+
+
+def name_of(group: ProcessGroup) -> str:
+    """Return the name that torch.distributed has given a group; empty if it has none."""
+    try:
+        return str(group.group_name)
+    except (AttributeError, RuntimeError, ValueError):
+        return ""
 
 
 def adds_up(group: ProcessGroup) -> bool:

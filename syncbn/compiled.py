@@ -12,29 +12,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import _torch_private, checks, collectives, exchange, layout, ops, passes, tracing
+from syncbn import (
+    _torch_private,
+    checks,
+    collectives,
+    errors,
+    exchange,
+    layout,
+    ops,
+    passes,
+    tracing,
+)
 from syncbn.agreement import history_of
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
-from syncbn.identity import (
-    ANONYMOUS,
-    Identity,
-    Layer,
-    identity_from,
-    identity_named,
-    identity_of,
-)
+from syncbn.identity import Identity, Layer, identity_from, identity_named, identity_of
 
 __all__ = ["train"]
 
 
-def train(
-    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer
-) -> Tensor | None:
+def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer) -> Tensor:
     """As :func:`syncbn.functional.train`, to be traced by torch.compile.
-
-    Returns:
-        None where a number, such as numpy's, fits into no graph.
 
     Raises:
         TypeError, ValueError: An argument that fits into no graph, such as an input of None. The
@@ -44,8 +42,7 @@ def train(
     group_name = None if group is None else group.group_name
     if not _is_valid(input, arguments, alone=group is None):
         if not _fits_operator(input, arguments):
-            checks.check_training(input, arguments, alone=group is None)
-            return None
+            checks.check_training(input, arguments, alone=group is None)  # raises
         # Raises when the graph runs, in the words and with the withdrawal of an eager layer.
         failed: Tensor = torch.ops.syncbn.compiled_check.default(
             input, *arguments, group_name, identity_of(layer).name
@@ -120,6 +117,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             eps,
             input.dtype,
             group_name,
+            identity,
         )
         dtype = _compute_dtype(input)
         rounded_mean = layout.cast(mean, dtype)
@@ -205,7 +203,8 @@ _library.define(
 def _compiled_check(input: Tensor, *values: Any) -> Tensor:
     *fields, group_name, layer_name = values
     layer = identity_named(layer_name)
-    exchange.check(input, Arguments(*fields), _group(group_name), layer)
+    group = exchange.group_named(group_name, layer)
+    exchange.check(input, Arguments(*fields), group, layer)
     raise AssertionError("the graph was compiled for arguments that fail a check")
 
 
@@ -234,7 +233,9 @@ _library.define(
 def _(
     input: Tensor, group_name: str | None, call: Tensor, identity: Tensor | None = None
 ) -> Tensor:
-    _, message, _ = exchange.start_forward(input, _group(group_name), identity_from(identity))
+    layer = identity_from(identity)
+    group = exchange.group_named(group_name, layer)
+    _, message, _ = exchange.start_forward(input, group, layer)
     return message
 
 
@@ -280,15 +281,11 @@ def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None 
     return reduced.new_empty(reduced.size(0) - 3)
 
 
-def _group(name: str | None) -> ProcessGroup | None:
-    return None if name is None else collectives.group_named(name)
-
-
 # batch_norm_apply without the normalization; nothing where the graph runs as a recomputation.
 _library.define(
     "compiled_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
     "Tensor(c!)? num_batches_tracked, float? momentum, float eps, ScalarType input_dtype, "
-    "str? group_name)"
+    "str? group_name, Tensor? identity=None)"
     " -> (Tensor mean, Tensor invstd, Tensor count)"
 )
 
@@ -303,15 +300,20 @@ def _(
     eps: float,
     input_dtype: torch.dtype,
     group_name: str | None,
+    identity: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    checks.check_eps(eps)
-    if momentum is not None:
-        checks.check_momentum(momentum)
+    layer = identity_from(identity)
+    group = exchange.group_named(group_name, layer)
+    try:
+        checks.check_eps(eps)
+        if momentum is not None:
+            checks.check_momentum(momentum)
+    except (TypeError, ValueError) as error:
+        raise errors.with_layer_and_rank(error, layer, group) from None
     no_input = totals.new_empty((0, totals.numel() // 2), dtype=input_dtype)
     running = (running_mean, running_var, num_batches_tracked, momentum)
     arguments = Arguments(None, None, *running, eps)
-    group = _group(group_name)
-    _, *statistics = passes.normalize(no_input, totals, arguments, group, ANONYMOUS, None)
+    _, *statistics = passes.normalize(no_input, totals, arguments, group, layer, None)
     mean, invstd, count = statistics
     return mean, invstd, count
 
@@ -341,6 +343,7 @@ def _(
     group_name: str | None = None,
     identity: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    layer = identity_from(identity)
     _, sums, grad_weight, grad_bias, _ = exchange.start_backward(
         grad_output,
         layout.as_dense(input),
@@ -348,8 +351,8 @@ def _(
         invstd,
         weight_dtype,
         bias_dtype,
-        _group(group_name),
-        identity_from(identity),
+        exchange.group_named(group_name, layer),
+        layer,
     )
     return sums, grad_weight, grad_bias
 

@@ -19,6 +19,16 @@ from syncbn.modules import BatchNorm, ModuleT, SyncBatchNorm, SyncBatchNormAct
 
 __all__ = ["convert_sync_batchnorm", "revert_sync_batchnorm"]
 
+# That a layer has while it synchronizes: ours, and torch's first.
+_ATTRIBUTES = (
+    "process_group",
+    "_process_group",
+    "_fits_graph",
+    "_identity",
+    "_identity_tensor",
+    "_converted_from",
+)
+
 Layers = list[tuple[str, nn.Module]]  # with their names in the model
 
 
@@ -88,13 +98,10 @@ def convert_sync_batchnorm(
             return layer
         new: SyncBatchNorm = _torch_private.with_class(layer, target)
         new._name = name
-        new.process_group = process_group
-        if not isinstance(layer, TorchSyncBatchNorm):
-            new._converted_from = type(layer)
-        else:
-            new._converted_from = _timms_class(layer)
-            if process_group is None:
-                new.process_group = layer.process_group
+        held = new.__dict__.pop("process_group", None)  # by torch's layer
+        new.process_group = held if process_group is None else process_group
+        is_torchs = isinstance(layer, TorchSyncBatchNorm)
+        new._converted_from = _timms_class(layer) if is_torchs else type(layer)
         return new
 
     converted = _replace(module, layers, convert)
@@ -146,7 +153,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
             return layer
         converted_from = getattr(layer, "_converted_from", None)
         new: nn.Module = _torch_private.with_class(layer, converted_from or BatchNorm)
-        for attribute in ("process_group", "_identity", "_identity_tensor", "_converted_from"):
+        for attribute in _ATTRIBUTES:
             new.__dict__.pop(attribute, None)
         return new
 

@@ -24,6 +24,7 @@ from syncbn.identity import Identity
 
 __all__ = [
     "check",
+    "group_named",
     "judge",
     "judge_for",
     "start_backward",
@@ -33,6 +34,20 @@ __all__ = [
     "sum_values",
     "wait",
 ]
+
+
+def group_named(name: str | None, layer: Identity) -> ProcessGroup | None:
+    """Return the group of a layer in a graph; None for None.
+
+    Raises:
+        RuntimeError: As :func:`syncbn.collectives.group_named`; the error names the layer.
+    """
+    if name is None:
+        return None
+    try:
+        return collectives.group_named(name)
+    except RuntimeError as error:
+        raise errors.with_layer_and_rank(error, layer, None) from error.__cause__
 
 
 # A pass: its message, whether the ranks can meet, the sum.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import collectives, exchange, layout, local, passes, tracing
 from syncbn import compiled as compiled  # registers compiled_update
+from syncbn import exchange, layout, local, passes, tracing
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 from syncbn.identity import Identity, identity_named
@@ -63,8 +63,8 @@ def _(
     group_name: str,
     layer_name: str = "",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    group = collectives.group_named(group_name)
     layer = identity_named(layer_name)
+    group = exchange.group_named(group_name, layer)
     dense, totals, record = exchange.sum_statistics(input, group, layer)
     arguments = Arguments(weight, bias, None, None, None, 0.0, eps)
     output, *statistics = passes.normalize(dense, totals, arguments, group, layer, record)
@@ -97,13 +97,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     input, *others = ctx.saved_tensors
+    layer = identity_named(ctx.layer_name)
     gradients = passes.backward(
         grad_output,
         (layout.as_dense(input), *others),
         ctx.bias_dtype,
         ctx.eps,
-        collectives.group_named(ctx.group_name),
-        identity_named(ctx.layer_name),
+        exchange.group_named(ctx.group_name, layer),
+        layer,
         ctx.needs_input_grad[0],
     )
     return *gradients, None, None, None

@@ -124,15 +124,10 @@ def train(
         raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
     if tracing.is_recorded():
         return exported.train(input, arguments, group, identity_of(layer))
-    output: Tensor
     # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
     # this one calls, and they would find a compiler.
     if torch.compiler.is_compiling():
-        traced = compiled.train(input, arguments, group, layer)
-        if traced is not None:
-            return traced
-        output = _train_uncompiled(input, arguments, process_group, layer)
-        return output
+        return compiled.train(input, arguments, group, layer)
     identity = identity_of(layer)
     if group is not None and process_group is not None:
         try:
@@ -141,17 +136,13 @@ def train(
             raise errors.with_layer_and_rank(error, identity, group) from None
     dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
     weight, bias, *_ = arguments
-    output = SyncBatchNormFunction.apply(
+    output: Tensor = SyncBatchNormFunction.apply(
         dense, weight, bias, totals, arguments, group, identity, record
     )
     return output
 
 
 torch.fx.wrap("train")  # symbolic tracing records the call
-
-_train_uncompiled = torch.compiler.disable(
-    train, reason="a SyncBatchNorm layer has a number that fits into no graph"
-)
 
 
 class SyncBatchNormFunction(torch.autograd.Function):

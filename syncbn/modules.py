@@ -84,9 +84,11 @@ class SyncBatchNorm(BatchNormBase):
 
     # From conversion: the class that revert restores.
     _converted_from: type[nn.Module] | None = None
-    # Of pickles without one.
+    # Of pickles without them.
     _identity = ANONYMOUS
     _identity_tensor = ANONYMOUS.as_tensor()
+    _process_group: ProcessGroup | None = None
+    _fits_graph = True
 
     qconfig = WarnOnForeignConversion()
 
@@ -125,6 +127,17 @@ class SyncBatchNorm(BatchNormBase):
         self._identity = Identity(name)
         self._identity_tensor = self._identity.as_tensor()
 
+    @property
+    def process_group(self) -> ProcessGroup | None:
+        """The ranks that share a batch; None is all of them."""
+        return self._process_group
+
+    @process_group.setter
+    def process_group(self, group: ProcessGroup | None) -> None:
+        self._process_group = group
+        # Not to be found out under torch.compile, which refuses code that touches such a group.
+        self._fits_graph = group is None or collectives.name_of(group) != ""
+
     def reset_parameters(self) -> None:
         """Set weight and bias to 1 and 0, and reset the running statistics."""
         self.reset_running_stats()
@@ -135,7 +148,11 @@ class SyncBatchNorm(BatchNormBase):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize ``input``; see the class."""
-        layer: Layer = self if torch.compiler.is_compiling() else self._identity
+        layer: Layer = self._identity
+        if torch.compiler.is_compiling():
+            if self.training and not self._fits_graph:
+                return _run_uncompiled(self, input)  # type: ignore[no-any-return]
+            layer = self
         if isinstance(input, torch.fx.Proxy):
             recorded = _record_call(self, SyncBatchNorm.forward, input)
             if recorded is not None:
@@ -201,14 +218,23 @@ class SyncBatchNorm(BatchNormBase):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        if state["process_group"] is not None:
+        if self.process_group is not None:
             warnings.warn(
                 "a process group cannot be pickled: the SyncBatchNorm layer will be loaded with "
                 "process_group=None, all ranks; set its process_group again after loading",
                 stacklevel=2,
             )
-            state["process_group"] = None
+            state.update(_process_group=None, _fits_graph=True)
         return state
+
+
+def _run(layer: SyncBatchNorm, input: Tensor) -> Tensor:
+    warnings.warn(f"a SyncBatchNorm layer runs uncompiled: {_NO_NAME}", stacklevel=2)
+    return SyncBatchNorm.forward(layer, input)
+
+
+_NO_NAME = "its process group has no name, which a graph would hold"
+_run_uncompiled = torch.compiler.disable(_run, reason=_NO_NAME)
 
 
 class SyncBatchNormAct(SyncBatchNorm):

@@ -163,6 +163,20 @@ def test_numpy_numbers_run_uncompiled():
     assert torch.equal(model.running_mean, eager.running_mean)
 
 
+def test_group_without_a_name_runs_uncompiled():
+    group = torch.distributed.ProcessGroup(0, 1)
+    eager, model = SyncBatchNorm(3), SyncBatchNorm(3, process_group=group)
+    x = torch.rand(4, 3)
+    torch._dynamo.reset()
+    with pytest.warns(UserWarning, match="runs uncompiled: its process group has no name"):
+        assert torch.equal(torch.compile(model, backend="aot_eager")(x), eager(x))
+    assert torch.equal(model.running_mean, eager.running_mean)
+    with pytest.raises(RuntimeError, match="its process group has no name"):
+        compiled(model)(x)
+    model.process_group = None
+    torch.testing.assert_close(compiled(model)(x), eager(x))
+
+
 @pytest.mark.parametrize(("name", "number"), [("eps", None), ("eps", -1.0), ("momentum", "fast")])
 def test_bad_numbers(name, number):
     layer = SyncBatchNorm(3)
