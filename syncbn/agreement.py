@@ -103,6 +103,11 @@ class Record:
         """The direction as a noun."""
         return _pass(self.direction)
 
+    @property
+    def label(self) -> str:
+        """What profiles are to call it."""
+        return f"syncbn {self.direction} {self.layer.name}".rstrip()
+
     def __str__(self) -> str:
         return f"the {self.name} of {self.layer}"
 
@@ -123,7 +128,7 @@ class History:
         self.records: dict[tuple[int, str], Record] = {}
         self.registered = _torch_private.is_registered(group)
         self.adds_up = collectives.adds_up(group)
-        self.label = collectives.is_debugging()
+        self.labels = collectives.is_debugging()
         self.num_passes = 0
         self.size = 0  # of this rank's message
         self.num_comparisons = 0

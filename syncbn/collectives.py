@@ -3,6 +3,7 @@
 A forward or backward pass makes one call of :func:`all_reduce_sum`.
 """
 
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -128,13 +129,19 @@ def likely_device(group: ProcessGroup) -> torch.device:
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:
     """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten.
 
-    With a label, profiles show the collective under ``syncbn`` and that.
+    Profiles, torch's flight recorder and stacks show the collective under the label, if any.
     """
     if label:
-        with torch.profiler.record_function(f"syncbn {label}"):
-            return all_reduce_sum(tensor, group)
+        with torch.profiler.record_function(label):
+            total: Tensor = _named(label, all_reduce_sum)(tensor, group, "")
+            return total
     # A dispatch mode, such as selective checkpointing's, may keep an operator's result for later.
     if _torch_private.num_dispatch_modes() > 0:
         return _torch_private.wait(_torch_private.all_reduce(tensor, group.group_name))
     dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def _named(name: str, function: Any) -> Any:
+    """Return the function under another name: a stack is all of ours that the recorder keeps."""
+    return FunctionType(function.__code__.replace(co_name=name), function.__globals__)

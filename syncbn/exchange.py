@@ -161,7 +161,7 @@ def sum_over_ranks(message: Tensor, group: ProcessGroup | None, record: Record |
     if group is None or record is None:
         return message
     try:
-        label = str(record) if record.history.label else ""
+        label = record.label if record.history.labels else ""
         totals = collectives.all_reduce_sum(message, group, label)
     except (RuntimeError, ValueError) as error:
         raise errors.of_collective(error, group, record) from error

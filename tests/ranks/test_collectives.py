@@ -1,6 +1,7 @@
 """Collectives of a layer: their number and size, and the words of failures on other ranks."""
 
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -98,20 +99,25 @@ def test_the_counting_itself(two_ranks):
     assert two_ranks.run(see_that_the_count_works) == [["c10d::allreduce_"] * 2] * 2
 
 
-def profile(rank, world_size):
-    """Return the labels of a step's collectives."""
+def labels_of_a_step(rank, world_size):
+    """Return the labels of a step's collectives, in a profile and in torch's flight recorder."""
     layer = SyncBatchNorm(3)
     layer._name = "body.bn1"
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         layer(torch.rand(4, 3)).sum().backward()
-    return [event.name for event in profile.events() if event.name.startswith("syncbn ")]
+    entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]
+    stacks = [[frame["name"] for frame in entry["frames"]] for entry in entries]
+    return (
+        [event.name for event in profile.events() if event.name.startswith("syncbn ")],
+        [name for stack in stacks for name in stack if name.startswith("syncbn ")],
+    )
 
 
 @pytest.mark.parametrize("level", ["OFF", "INFO"])
-def test_profiles_label_collectives_while_torch_debugs(level):
-    labels = [f"syncbn the {way} pass of layer 'body.bn1'" for way in ("forward", "backward")]
-    with Ranks(2, {"TORCH_DISTRIBUTED_DEBUG": level}) as ranks:
-        assert ranks.run(profile) == [labels if level == "INFO" else []] * 2
+def test_labels_of_collectives_while_torch_debugs(level):
+    labels = ["syncbn forward body.bn1", "syncbn backward body.bn1"] if level == "INFO" else []
+    with Ranks(2, {"TORCH_DISTRIBUTED_DEBUG": level, "TORCH_FR_BUFFER_SIZE": "100"}) as ranks:
+        assert ranks.run(labels_of_a_step) == [(labels, labels)] * 2
 
 
 def train(rank, world_size, channels, name="body.bn1"):

@@ -10,11 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import trial
 from faults import FAULTS
 from groups import Exchangeable, make_by_hand
 from ranks import Failure, Ranks
+
+from syncbn import SyncBatchNorm
 
 BUFFERS = ("running_mean", "running_var")
 
@@ -175,3 +178,27 @@ def train_while_the_group_changes(rank, world_size, mode):
 def test_size_of_a_group_may_change_between_steps(mode):
     with Ranks(3, start_method="forkserver", case_seconds=90) as ranks:
         assert ranks.run(train_while_the_group_changes, mode) == [True] * 3
+
+
+def part_where_all_have_gone_both_ways(rank, world_size):
+    """The program of docs/failures.md."""
+    shared_layer, narrow_layer, wide_layer = (SyncBatchNorm(C) for C in (3, 3, 5))
+    x = torch.rand(4, 3)
+    for step in range(4):
+        wide = step == 1 if step < 3 else rank == 0
+        x = shared_layer(x)
+        wide_layer(torch.rand(4, 5)) if wide else narrow_layer(x)
+
+
+def test_ranks_that_part_where_all_have_gone_both_ways_end_as_gloo_decides():
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(part_where_all_have_gone_both_ways)
+    assert "SIGABRT" in str(outcomes)
+
+
+def test_detail_makes_it_an_error():
+    with Ranks(2, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}) as ranks:
+        outcomes = ranks.outcomes(part_where_all_have_gone_both_ways)
+    for rank, outcome in enumerate(outcomes):
+        assert outcome.kind == "RuntimeError" and f"[rank {rank} of 2]" in outcome.message
+        assert "Detected mismatch between collectives on ranks" in outcome.message
