@@ -268,11 +268,11 @@ def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None 
                 record = first
         exchange.judge(totals, group, record)
         return totals[:-3].clone()  # an operator returns what is new
-    # Never waits for the device: sums that are not sound become NaN.
-    sound = totals[-3] == history.sum_of(record.tag, group)
-    if direction == "recomputation":
-        first = history.record(layer, "forward")
-        sound |= totals[-3] == history.sum_of(first.tag, group)
+    if direction != "recomputation":
+        return exchange.judge_late(totals, *exchange.judge_for(totals, group, record))
+    first = history.record(layer, "forward")
+    tags = [history.sum_of(one.tag, group) for one in (first, record)]
+    sound = (totals[-3] == tags[0]) | (totals[-3] == tags[1])
     return torch.where(sound, totals[:-3], torch.nan)
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "group_named",
     "judge",
     "judge_for",
+    "judge_late",
     "start_backward",
     "start_forward",
     "sum_over_ranks",
@@ -239,6 +240,18 @@ def judge_for(
     history = record.history
     verdict = history.verdict(totals.device) if totals.is_cuda else None
     return history.sum_of(record.tag, group), verdict
+
+
+def judge_late(totals: Tensor, tag_sum: float | None, verdict: Tensor | None) -> Tensor:
+    """Return all but the announcement of sums on CUDA, or NaN if they are not sound.
+
+    The operator that finds out notes its verdict, which the next pass of the group reads.
+    """
+    no_input = totals.new_empty((0, agreement.channels_of(totals.size(0))))
+    *_, count = ops.batch_norm_apply(
+        no_input, totals, None, None, None, None, None, 0.0, 0.0, tag_sum, verdict
+    )
+    return torch.where(count.isnan(), torch.nan, totals[:-3])
 
 
 def _look_back(group: ProcessGroup, device: torch.device) -> None:

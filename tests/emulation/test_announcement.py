@@ -5,6 +5,8 @@ import torch
 from cases import make_input, reference_moments
 from emulated import Device, on_all_devices
 
+from syncbn import exchange
+
 TAG, OUTLOOK = 77.0, 12.0
 SHAPES = [(5, 3), (40, 300), (2, 3, 101, 103), (0, 3)]  # whole and split over blocks
 
@@ -72,3 +74,17 @@ def test_first_verdict_stays(library):
 def test_no_verdict_is_asked_for(library):
     output, *_ = judged(Device(library, 8, "forward"), "different", 0.1, None)
     assert output.isnan().all()
+
+
+@pytest.mark.parametrize("count", [400.0, 0.0])  # of a forward and of a backward pass
+@pytest.mark.parametrize("what", ["sound", "withdrawn", "different"])
+def test_sums_of_compiled_layers(library, monkeypatch, what, count):
+    device = Device(library, 8, "shuffled")
+    monkeypatch.setattr(exchange.ops, "batch_norm_apply", device.batch_norm_apply)
+    count = float("nan") if what == "withdrawn" else count
+    tags = 2 * TAG + (what == "different")
+    totals = torch.tensor([1.0, 2.0, 3.0, 4.0, count, tags, 16.0, 128.0]).double()
+    verdict = torch.zeros(1).double()
+    sums = exchange.judge_late(totals, 2 * TAG, verdict)
+    assert torch.equal(sums, totals[:5]) if what == "sound" else sums.isnan().all()
+    assert verdict.item() == {"sound": 0, "withdrawn": -2 * TAG, "different": 2 * TAG}[what]

@@ -53,6 +53,7 @@ MAY_IMPORT = {
         "arguments",
         "checks",
         "collectives",
+        "errors",
         "exchange",
         "identity",
         "layout",
@@ -145,7 +146,17 @@ def test_python_imports_run_one_way(name):
 
 
 # Underscored names of others than torch: namedtuple's method, and our own.
-OWN_NAMES = {"_replace", "_C", "_cuda", "_name", "_converted_from", "_identity", "_identity_tensor"}
+OWN_NAMES = {
+    "_C",
+    "_converted_from",
+    "_cuda",
+    "_fits_graph",
+    "_identity",
+    "_identity_tensor",
+    "_name",
+    "_process_group",
+    "_replace",
+}
 
 
 @pytest.mark.parametrize("name", MAY_IMPORT.keys() - {"_torch_private"})

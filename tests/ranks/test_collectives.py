@@ -276,34 +276,3 @@ def test_large_world_sends_and_keeps_as_little_as_a_small_one(world_size):
     script = FAKE_WORLD.format(world_size=world_size)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.stdout.strip() == "[10, 14, 14, 10] True", result.stderr
-
-
-def without_a_default_group(rank, world_size, store, compile):
-    """Make a group by hand, as programs do that never call init_process_group."""
-    dist.destroy_process_group()
-    store = dist.FileStore(store, world_size)
-    group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, world_size)
-    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size)
-    group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-    layer = SyncBatchNorm(3, process_group=group)
-    run = torch.compile(layer, backend="aot_eager", fullgraph=True) if compile else layer
-    x = torch.full((4, 3), float(rank), requires_grad=True)
-    run(x).square().sum().backward()
-    return layer.running_mean
-
-
-def test_given_group_needs_no_default_group(tmp_path):
-    with Ranks(2) as ranks:
-        for mean in ranks.run(without_a_default_group, str(tmp_path / "store"), False):
-            assert mean.tolist() == pytest.approx([0.05] * 3)  # 0.1 times the mean of 0 and 1
-
-
-# torch's own: dynamo makes a Function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled_layer_asks_for_a_group_with_a_name(tmp_path):
-    with Ranks(2) as ranks:
-        outcomes = ranks.outcomes(without_a_default_group, str(tmp_path / "store"), True)
-    for failed in outcomes:
-        assert failed.kind == "RuntimeError"
-        assert "a compiled or exported layer needs a process group that" in failed.message

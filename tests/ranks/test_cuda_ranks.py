@@ -118,22 +118,31 @@ def test_ddp_training_equals_that_of_the_whole_batch(world, name):
             )
 
 
-def withdraw(rank, world_size):
+def withdraw(rank, world_size, compiles):
     layer = SyncBatchNorm(3)
+    layer._name = "body.bn1"
     x = make_input((4, 3), "contiguous", torch.float32, seed=rank)
+    run = torch.compile(layer) if compiles else layer
+    run(x)
     before = {key: value.clone() for key, value in layer.state_dict().items()}
     if rank == 1:
         with pytest.raises(TypeError, match="but got int64"):
             layer(x.long())
         return True
-    y = layer(x)
+    y = run(x)
     unchanged = [torch.equal(value, before[key]) for key, value in layer.state_dict().items()]
+    torch.cuda.synchronize()  # or the next pass may come before the verdict
+    with pytest.raises(RuntimeError, match=r"forward pass of layer 'body\.bn1' gave NaN: another"):
+        run(x)
     return y.isnan().all().item() and all(unchanged)
 
 
-def test_rank_that_withdraws_makes_the_others_nan_and_changes_nothing(world):
-    """CUDA never waits to see the count, so that there is nobody to raise an error."""
-    assert world.run(withdraw) == [True] * world.world_size
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+def test_rank_that_withdraws_makes_the_others_nan_and_changes_nothing(compiles):
+    """CUDA never waits to see the count: the error comes with the next pass."""
+    times = {"case_seconds": 150, "collective_seconds": 120}
+    with Ranks(2, backend="nccl", device="cuda", **times) as own:
+        assert own.run(withdraw, compiles) == [True] * 2
 
 
 def train_without_waiting(rank, world_size):
