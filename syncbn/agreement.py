@@ -14,13 +14,12 @@ make different passes of one size would add up what does not belong together. So
 - Where nothing is expected, as in the first step, the first rank to come writes its size to the
   group's store, and the others compare. That waits for no rank.
 
-What follows a pass is remembered. So there is one collective each way, and nothing is sent to the
-store, as soon as a program repeats itself. Not covered is a pass that has been followed by several
-sizes: ranks that part there meet with different sizes.
+What follows a pass is remembered, unless it failed. So there is one collective each way, and
+nothing is sent to the store, as soon as a program repeats itself. Not covered is a pass that has
+been followed by several sizes: ranks that part there meet with different sizes.
 """
 
 import contextlib
-from collections import Counter
 from datetime import timedelta
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -46,6 +45,10 @@ __all__ = [
 
 # Their positions are part of the tags.
 _DIRECTIONS = ("forward", "recomputation", "backward", "double backward")
+_OF_CHANNELS = _DIRECTIONS[:3]  # whose messages have sums of channels alone
+
+# The outlook where several sizes have followed: neither 0 nor a size, so that no rank expects one.
+_SEVERAL = 1
 
 # Store keys and records of programs that make new layers all the time stay bounded, and so do the
 # requests in a first step: a store answers some 50,000 a second. Beyond, sizes are compared once.
@@ -60,7 +63,8 @@ _PATIENCE = timedelta(seconds=1)
 class Report(NamedTuple):
     """What a rank does, as it tells others: the size and tag of its message, and words.
 
-    The size is 0 if it has withdrawn; the words then are those of its error.
+    The tag of a rank that has withdrawn is 0, and the words are those of its error; the size is 0
+    if it does not know which size others send.
     """
 
     size: int
@@ -80,23 +84,30 @@ class Report(NamedTuple):
 
 
 class Record:
-    """One direction of one layer: its tag, and the sizes that have followed it, the latest last."""
+    """One direction of one layer: its tag, and the sizes that have followed it."""
 
     __slots__ = ("direction", "history", "layer", "outlook", "sizes", "tag")
 
     def __init__(self, history: "History", layer: Identity, direction: str) -> None:
         self.history, self.layer, self.direction = history, layer, direction
-        self.tag = float(8 * layer.number + _DIRECTIONS.index(direction))
+        self.tag = float(8 * layer.number + _DIRECTIONS.index(direction) + 1)
         self.sizes: list[int] = []
         self.outlook = 0
 
     def follow(self, size: int) -> None:
         """Remember what has followed."""
-        if size in self.sizes:
-            self.sizes.remove(size)
         self.sizes.append(size)
+        self._look_out()
+
+    def unfollow(self, size: int) -> None:
+        """Forget what has followed."""
+        self.sizes.remove(size)
+        self._look_out()
+
+    def _look_out(self) -> None:
         # Nothing is expected after the calls of a function, which may belong to any layer.
-        self.outlook = size if self.layer.key else 0
+        known = self.sizes if self.layer.key else []
+        self.outlook = _SEVERAL if len(known) > 1 else sum(known)
 
     @property
     def name(self) -> str:
@@ -121,32 +132,35 @@ class History:
     """The passes that this rank has made in a group."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        name = collectives.name_of(group)
-        _groups_named[name] += 1
-        # A later group may have the name and the store of an earlier one.
-        self.prefix = f"syncbn/{_groups_named[name]}"
-        self.records: dict[tuple[int, str], Record] = {}
+        self.prefix = f"syncbn/{_number_of(group)}"
+        self.records: dict[tuple[int, int, str], Record] = {}
         self.registered = _torch_private.is_registered(group)
         self.adds_up = collectives.adds_up(group)
         self.labels = collectives.is_debugging()
         self.num_passes = 0
         self.size = 0  # of this rank's message
+        self.num_ranks = group.size()
         self.num_comparisons = 0
         self.sizes_compared: set[int] = set()
         self.verdicts: dict[torch.device, Tensor] = {}
+        self.learned: tuple[Record, int] | None = None
         self.forget()
 
     def forget(self) -> None:
         """Expect nothing: after a failure ranks may go on at different places."""
+        if self.learned is not None:
+            record, size = self.learned
+            record.unfollow(size)
+        self.learned = None
         self.last = Record(self, ANONYMOUS, "forward")
         self.last_outlook = 0  # as it was sent
         self.totals: Tensor | None = None
 
     def record(self, layer: Identity, direction: str) -> Record:
         """Return the record of a pass, for its tag and outlook."""
-        key = (layer.key, direction)
+        key = (layer.key, layer.number, direction)
         found = self.records.get(key)
-        if found is None or found.layer.number != layer.number:
+        if found is None:
             if len(self.records) >= _MAX_RECORDS:
                 self.records.clear()
             found = self.records[key] = Record(self, layer, direction)
@@ -177,6 +191,7 @@ class History:
         """
         self.num_passes += 1
         self.size = size
+        self.learned = None
         last, other = self.last, None
         if size not in last.sizes:
             # A mode, such as selective checkpointing's, must not see what only the first pass does.
@@ -186,23 +201,27 @@ class History:
                     other = self._compare_in_store(record, group, device)
                 elif expected != size and not self._all_turn(record, group, device):
                     self._turn(record, expected, group, device)
+            if other is None:
+                last.follow(size)
+                self.learned = (last, size)
         self.last, self.totals = record, None
         self.last_outlook = record.outlook
-        if not last.sizes or last.sizes[-1] != size:
-            last.follow(size)
         return other
 
     def sum_of(self, number: float, group: ProcessGroup) -> float:
         """Return what the ranks' numbers add up to if all of them send this one."""
-        return number * group.size() if self.adds_up else number
+        self.num_ranks = group.size() if self.adds_up else 1
+        return number * self.num_ranks
 
     def hear(self, record: Record, totals: Tensor) -> None:
         """Keep the sums of a pass, whose end tells what the ranks expect, on the CPU."""
         if self.last is record and totals.is_cpu and type(totals) is Tensor:
             self.totals = totals
 
-    def leave(self, size: int | None, words: str, group: ProcessGroup, device: torch.device) -> int:
-        """Find out where to meet the other ranks for a rank that cannot make its next pass.
+    def size_to_meet(
+        self, size: int | None, words: str, group: ProcessGroup, device: torch.device
+    ) -> int:
+        """Find out where a rank that cannot make its next pass meets the others.
 
         ``size`` is that of the message that it would have sent, or None if it does not know.
 
@@ -213,7 +232,7 @@ class History:
             expected = self._expected()
             if expected:
                 return expected
-            first = self._write_first(Report(0, 0, group.rank(), words), group, device)
+            first = self._write_first(Report(size or 0, 0, group.rank(), words), group, device)
             if first is not None:
                 return first.size
         return size or 0
@@ -230,11 +249,13 @@ class History:
         if outlooks == 0 or squares % outlooks != 0 or outlooks**2 % squares != 0:
             return 0
         expected = int(squares / outlooks)
-        return expected if self.last_outlook in (0, expected) else 0
+        return expected if expected != _SEVERAL and self.last_outlook in (0, expected) else 0
 
     def report(self, record: Record, group: ProcessGroup) -> Report:
         """Return what this rank does."""
-        words = f"runs {record} with {channels_of(self.size)} channels"
+        words = f"runs {record}"
+        if record.direction in _OF_CHANNELS:
+            words += f" with {channels_of(self.size)} channels"
         return Report(self.size, int(record.tag), group.rank(), words)
 
     def _all_turn(self, record: Record, group: ProcessGroup, device: torch.device) -> bool:
@@ -300,18 +321,16 @@ class History:
         self.num_comparisons += 1
         try:
             number = _torch_private.count_operations(group, device)
-            store = group.get_group_store()
         except RuntimeError:
             return None
-        if store is None:  # MPI has none
-            return None
-        return store, f"{self.prefix}/{number}/{self.num_passes}"
+        store = collectives.store_of(group)
+        return None if store is None else (store, f"{self.prefix}/{number}/{self.num_passes}")
 
 
 def describe(tag: int) -> str:
     """Return the pass of a tag in words."""
-    number, direction = divmod(tag, 8)
-    return f"the {_pass(_DIRECTIONS[direction])} of {identity_numbered(number)}"
+    number, place = divmod(tag, 8)
+    return f"the {_pass(_DIRECTIONS[place - 1])} of {identity_numbered(number)}"
 
 
 def _pass(direction: str) -> str:
@@ -341,8 +360,22 @@ def size_of(channels: int) -> int:
     return 2 * channels + 4
 
 
+def same_channels(first: Report, second: Report) -> bool:
+    """Whether two ranks make passes of as many channels, as far as their messages' sizes tell."""
+    of_channels = first.tag % 8 <= len(_OF_CHANNELS)
+    return first.tag != second.tag or first.size == second.size or not of_channels
+
+
+def _number_of(group: ProcessGroup) -> int:
+    """Return how many groups of this rank have had the group's store, this one included."""
+    with contextlib.suppress(RuntimeError):
+        store = collectives.store_of(group)
+        if store is not None:
+            return int(store.add(f"syncbn/groups of rank {group.rank()}", 1))
+    return 0
+
+
 _histories: WeakKeyDictionary[ProcessGroup, History] = WeakKeyDictionary()
-_groups_named: Counter[str] = Counter()
 
 
 def history_of(group: ProcessGroup) -> History:

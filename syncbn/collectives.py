@@ -1,6 +1,6 @@
-"""Process groups and the all-reduce: the only file that calls torch.distributed.
+"""Process groups and the all-reduce: the only file that calls torch.distributed's functions.
 
-A forward or backward pass makes one call of :func:`all_reduce_sum`.
+A forward or backward pass makes one call of :func:`all_reduce_sum`, or two: see agreement.py.
 """
 
 from types import FunctionType
@@ -23,6 +23,7 @@ __all__ = [
     "likely_device",
     "name_of",
     "resolve_group",
+    "store_of",
 ]
 
 # A torch that was built without distributed knows no groups.
@@ -106,6 +107,14 @@ def name_of(group: ProcessGroup) -> str:
         return ""
 
 
+def store_of(group: ProcessGroup) -> Store | None:
+    """Return the store of a group; None if it has none."""
+    try:
+        return group.get_group_store()  # MPI's is None
+    except RuntimeError:
+        return None
+
+
 def adds_up(group: ProcessGroup) -> bool:
     """Whether the group's collectives compute: those of torch's fake backend do not."""
     try:
@@ -136,7 +145,7 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tens
             total: Tensor = _named(label, all_reduce_sum)(tensor, group, "")
             return total
     # A dispatch mode, such as selective checkpointing's, may keep an operator's result for later.
-    if _torch_private.num_dispatch_modes() > 0:
+    if _torch_private.num_dispatch_modes() > 0 and name_of(group):
         return _torch_private.wait(_torch_private.all_reduce(tensor, group.group_name))
     dist.all_reduce(tensor, group=group)
     return tensor

@@ -3,7 +3,7 @@
 import torch
 
 from syncbn import ops, reports
-from syncbn.agreement import Record, Report, channels_of
+from syncbn.agreement import Record, Report, channels_of, same_channels
 from syncbn.collectives import ProcessGroup
 from syncbn.identity import Identity
 
@@ -35,7 +35,7 @@ def of_pass(
         return with_layer_and_rank(error, layer, group)
     history = record.history
     if isinstance(error, ops.WithdrawnError):
-        error = _withdrawn(record, reports.read(group, history))
+        error = _withdrawn(record, reports.read_withdrawal(group, history))
     else:
         other = reports.another_pass(group, history, record)
         error = _different(history.report(record, group), other)
@@ -46,7 +46,7 @@ def of_pass(
 def of_report(other: Report, group: ProcessGroup, record: Record) -> Exception:
     """Return the error of a rank that is not to meet another rank, which has reported."""
     history = record.history
-    if other.size == 0:
+    if other.tag == 0:
         error: Exception = _withdrawn(record, other)
     else:
         error = _different(history.report(record, group), other)
@@ -87,7 +87,7 @@ def _different(own: Report, other: Report | None) -> Exception:
         others = "another rank does not"
     else:
         others = f"rank {other.rank} {other.words}"
-        if own.tag == other.tag and own.size != other.size:
+        if not same_channels(own, other):
             return ValueError(
                 f"expected the same channels on all ranks, but this rank normalizes "
                 f"{channels_of(own.size)} while another normalizes {channels_of(other.size)}: "

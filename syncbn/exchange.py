@@ -120,6 +120,7 @@ def start_backward(
         RuntimeError: As :func:`start_forward`.
     """
     try:
+        input = layout.as_dense(input)
         grad_output = layout.as_dense(grad_output, like=input)
         dtypes = (weight_dtype, bias_dtype)
         if group is None:
@@ -149,6 +150,9 @@ def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
     _enter(message, group, record)
     totals = sum_over_ranks(message, group, record)
     judge(totals, group, record)
+    if totals.is_cuda:  # which is not waited for
+        sound = totals[-3] == record.history.sum_of(record.tag, group)
+        totals = torch.where(sound, totals, torch.nan)
     return totals[:-4]
 
 
@@ -193,7 +197,7 @@ def _enter(message: Tensor, group: ProcessGroup, record: Record) -> None:
         return
     different = errors.of_report(other, group, record)
     if other.size:
-        reports.leave(group, history, different)
+        reports.write_withdrawal(group, history, different)
         _send_withdrawal(group, other.size, message.device)
     raise different
 
@@ -219,9 +223,10 @@ def _check_join(group: ProcessGroup, layer: Identity) -> None:
 
 
 def judge(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> None:
-    """Raise RuntimeError unless all ranks have made this pass; nothing for CUDA tensors."""
-    if group is None or record is None or not totals.is_cpu:
+    """Raise RuntimeError unless all ranks have made this pass, as far as the CPU has values."""
+    if group is None or record is None or not _has_values(totals):
         return
+    record = _pass_of(totals, group, record)
     try:
         with _torch_private.without_dispatch_modes():
             agreement.check_sound(totals, record.history.sum_of(record.tag, group))
@@ -236,10 +241,29 @@ def judge_for(
     if group is None or record is None:
         return None, None
     if record.direction == "recomputation" and _torch_private.num_dispatch_modes() > 0:
-        return None, None  # the sum may be that of the forward pass, which the mode has kept
+        if not _has_values(totals):
+            return None, None
+        record = _pass_of(totals, group, record)
     history = record.history
     verdict = history.verdict(totals.device) if totals.is_cuda else None
     return history.sum_of(record.tag, group), verdict
+
+
+def _has_values(totals: Tensor) -> bool:
+    return totals.is_cpu and type(totals) is Tensor
+
+
+def _pass_of(totals: Tensor, group: ProcessGroup, record: Record) -> Record:
+    """Return the record of the pass that the sums are of.
+
+    A recomputation may get those of the forward pass, which a mode or a compiler has kept.
+    """
+    if record.direction == "recomputation":
+        first = record.history.record(record.layer, "forward")
+        with _torch_private.without_dispatch_modes():
+            if totals[-3] == record.history.sum_of(first.tag, group):
+                return first
+    return record
 
 
 def judge_late(totals: Tensor, tag_sum: float | None, verdict: Tensor | None) -> Tensor:
@@ -259,17 +283,19 @@ def _look_back(group: ProcessGroup, device: torch.device) -> None:
 
     Operators on CUDA do not wait for the device: what they have found is read one pass late.
     """
-    verdict = history_of(group).verdicts.get(device)
+    history = history_of(group)
+    verdict = history.verdicts.get(device)
     if verdict is None or verdict[0] == 0:
         return
     found = verdict.item()
     verdict.zero_()
+    history.records.clear()  # they hold what has followed in that pass
     what = (
         "another rank of the process group withdrew from it because of an error"
         if found < 0
         else "another rank made another pass in its place"
     )
-    tag = round(abs(found) / group.size())
+    tag = round(abs(found) / history.num_ranks)
     raise RuntimeError(
         f"{agreement.describe(tag)} gave NaN: {what}; said one pass later, because CUDA is not "
         "waited for"
@@ -320,8 +346,8 @@ def _withdraw(
             contextlib.suppress(RuntimeError, ValueError),
         ):
             history.num_passes += 1
-            words = reports.leave(group, history, error)
-            size = history.leave(size, words, group, device)
+            words = reports.write_withdrawal(group, history, error)
+            size = history.size_to_meet(size, words, group, device)
             if size:
                 _send_withdrawal(group, size, device)
         history.forget()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncbn import collectives, errors, exchange, layout, local, passes, tracing
 from syncbn import compiled as compiled  # registers compiled_update
-from syncbn import exchange, layout, local, passes, tracing
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 from syncbn.identity import Identity, identity_named
@@ -31,6 +31,12 @@ def train(
         )
     if group is None:
         return local.train(input, arguments)
+    if not collectives.name_of(group):
+        words = (
+            "expected a process group with a name, which the recorded graph would hold; make it "
+            "with torch.distributed.new_group"
+        )
+        raise errors.with_layer_and_rank(ValueError(words), layer, group)
     weight, bias, *running, momentum, eps = arguments.for_operators()
     output: Tensor
     output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(

@@ -45,7 +45,8 @@ class Identity:
 
     def as_tensor(self) -> Tensor:
         """Return what :func:`identity_from` takes: an input that graphs of several layers share."""
-        return torch.tensor([self.key, self.number], device="cpu")
+        with torch.inference_mode(False):  # autograd saves it
+            return torch.tensor([self.key, self.number], device="cpu")
 
 
 class _Identified(Protocol):

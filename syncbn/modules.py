@@ -9,7 +9,7 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from syncbn import _torch_private, checks, collectives, errors, functional
+from syncbn import _torch_private, checks, collectives, errors, functional, tracing
 from syncbn._torch_private import BatchNormBase
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
@@ -136,7 +136,8 @@ class SyncBatchNorm(BatchNormBase):
     def process_group(self, group: ProcessGroup | None) -> None:
         self._process_group = group
         # Not to be found out under torch.compile, which refuses code that touches such a group.
-        self._fits_graph = group is None or collectives.name_of(group) != ""
+        is_member = not isinstance(group, int)  # as new_group returns it to others
+        self._fits_graph = group is None or not is_member or collectives.name_of(group) != ""
 
     def reset_parameters(self) -> None:
         """Set weight and bias to 1 and 0, and reset the running statistics."""
@@ -150,7 +151,7 @@ class SyncBatchNorm(BatchNormBase):
         """Normalize ``input``; see the class."""
         layer: Layer = self._identity
         if torch.compiler.is_compiling():
-            if self.training and not self._fits_graph:
+            if self.training and not self._fits_graph and not tracing.is_recorded():
                 return _run_uncompiled(self, input)  # type: ignore[no-any-return]
             layer = self
         if isinstance(input, torch.fx.Proxy):
@@ -215,6 +216,10 @@ class SyncBatchNorm(BatchNormBase):
         new = memo[id(self)] = self.__class__.__new__(self.__class__)
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._name = self._name  # under a key that no layer of this process has
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

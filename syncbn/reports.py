@@ -3,32 +3,32 @@
 import contextlib
 from datetime import timedelta
 
+from syncbn import collectives
 from syncbn.agreement import History, Record, Report
 from syncbn.collectives import ProcessGroup
 
-__all__ = ["another_pass", "leave", "read"]
+__all__ = ["another_pass", "read_withdrawal", "write_withdrawal"]
 
 _MAX_CHARACTERS = 1000
 # All ranks come out of the same collective, but some may be busy.
 _PATIENCE = timedelta(seconds=5)
 
 
-def leave(group: ProcessGroup, history: History, error: BaseException) -> str:
+def write_withdrawal(group: ProcessGroup, history: History, error: BaseException) -> str:
     """Tell why this rank withdraws, before it does; return the words."""
     words = f"{type(error).__name__}: {str(error)[:_MAX_CHARACTERS]}"
-    with contextlib.suppress(RuntimeError):
-        store = group.get_group_store()
-        if store is not None:
+    store = collectives.store_of(group)
+    if store is not None:
+        with contextlib.suppress(RuntimeError):
             report = Report(0, 0, group.rank(), words)
             store.compare_set(_key(history, "withdrawn"), "", report.encode())
     return words
 
 
-def read(group: ProcessGroup, history: History) -> Report | None:
+def read_withdrawal(group: ProcessGroup, history: History) -> Report | None:
     """Return why a rank has withdrawn; None if that is not known."""
+    store, key = collectives.store_of(group), _key(history, "withdrawn")
     with contextlib.suppress(RuntimeError):
-        store = group.get_group_store()
-        key = _key(history, "withdrawn")
         if store is not None and store.check([key]):
             return Report.parse(store.get(key))
     return None
@@ -40,11 +40,10 @@ def another_pass(group: ProcessGroup, history: History, record: Record) -> Repor
     All ranks call this. The first to come writes what it does, the first that does something else
     writes that, and each reads what is not its own.
     """
-    mine = history.report(record, group)
+    mine, store = history.report(record, group), collectives.store_of(group)
+    if store is None:
+        return None
     with contextlib.suppress(RuntimeError):
-        store = group.get_group_store()
-        if store is None:
-            return None
         first = Report.parse(store.compare_set(_key(history, "first"), "", mine.encode()))
         second = _key(history, "second")
         if (first.size, first.tag) != (mine.size, mine.tag):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import Ranks
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm
 
@@ -163,6 +164,25 @@ def test_numpy_numbers_run_uncompiled():
     assert torch.equal(model.running_mean, eager.running_mean)
 
 
+def test_recorded_graphs_need_a_group_with_a_name():
+    model, x = (
+        SyncBatchNorm(3, process_group=torch.distributed.ProcessGroup(0, 2)),
+        torch.rand(4, 3),
+    )
+    with pytest.raises(ValueError, match="expected a process group with a name"):
+        torch.export.export(model, (x,), strict=False)
+    with pytest.raises(ValueError, match="expected a process group with a name"):
+        make_fx(model)(x)
+
+
+def test_layer_that_was_converted_in_inference_mode():
+    model = nn.BatchNorm1d(3)
+    with torch.inference_mode():
+        model = convert_sync_batchnorm(model)
+    compiled(model)(torch.rand(4, 3)).sum().backward()
+    assert model.bias.grad.tolist() == [4.0] * 3
+
+
 def test_group_without_a_name_runs_uncompiled():
     group = torch.distributed.ProcessGroup(0, 1)
     eager, model = SyncBatchNorm(3), SyncBatchNorm(3, process_group=group)
@@ -173,6 +193,7 @@ def test_group_without_a_name_runs_uncompiled():
     assert torch.equal(model.running_mean, eager.running_mean)
     with pytest.raises(RuntimeError, match="its process group has no name"):
         compiled(model)(x)
+    torch.export.export(model, (x,), strict=False)  # as what runs in this process alone
     model.process_group = None
     torch.testing.assert_close(compiled(model)(x), eager(x))
 

@@ -234,7 +234,8 @@ def test_errors_or_right_results(tmp_path):
         text=True,
     )
     died = signal.Signals(-result.returncode).name if result.returncode < 0 else ""
-    repeat = f'from test_damaged_arguments import *; run({file.read_text()})"'
+    example = file.read_text() if file.exists() else ""
+    repeat = f'from test_damaged_arguments import *; run({example})"'
     assert result.returncode == 0, (
         f"{result.stderr[-5000:]}\n{died}\n"
         f'In tests/operators: PYTHONPATH=../support python -c "{repeat}'

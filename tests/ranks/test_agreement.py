@@ -176,7 +176,7 @@ def test_many_ranks_compare_each_size_once(num_ranks, requests):
     history = history_of(group)
     for size in (10, 10, 18, 18, 10, 18):
         history.enter(history.record(Identity(""), "forward"), size, group, CPU)
-    assert group.store.num_keys() == requests
+    assert group.store.num_keys() == 1 + requests  # one counts the groups of the store
 
 
 @pytest.mark.parametrize("words", ["", "with several words"])
@@ -246,6 +246,85 @@ def test_ranks_go_on_together_after_a_disagreement(two_ranks):
     assert torch.equal(mean, other_mean)
 
 
+def make_a_mistake_twice(rank, world_size):
+    """Rank 1 has another layer, and all go on after the error, as a loop does that catches it."""
+    a, b, c = SyncBatchNorm(3), SyncBatchNorm(4), SyncBatchNorm(5)
+    for _ in range(2):
+        with pytest.raises((ValueError, RuntimeError), match="same channels|withdrew"):
+            step(a, c if rank == 1 else b)
+    with sizes_sent() as sizes:
+        step(a, b)
+    return sizes
+
+
+def test_a_mistake_is_not_learned():
+    with Ranks(3, case_seconds=30) as ranks:
+        assert ranks.run(make_a_mistake_twice) == [[10, 12, 12, 10]] * 3
+
+
+def train_with_another_past(rank, world_size):
+    """Rank 1 has made a layer anew, and does not know what has followed it elsewhere."""
+    a, b, c = SyncBatchNorm(3), SyncBatchNorm(4), SyncBatchNorm(5)
+    for second in (b, c, b):
+        step(a, second)
+    if rank == 1:
+        a = SyncBatchNorm(3)
+    with sizes_sent() as sizes:
+        for second in (b, b, c):
+            step(a, second)
+    return sizes
+
+
+def test_ranks_of_different_pasts_fit_together():
+    with_b, with_c = [10, 12, 12, 10], [10, 14, 14, 10]
+    with Ranks(2, case_seconds=30) as ranks:
+        assert ranks.run(train_with_another_past) == [[*with_b, *with_b, *with_c]] * 2
+
+
+def withdraw_after_sends(rank, world_size):
+    """Ranks 0 and 1 have made an operation that rank 2 has not: the store is no place to meet."""
+    if rank < 2:
+        dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
+    layer = SyncBatchNorm(3)
+    layer(torch.ones(2, 3).long() if rank == 2 else torch.rand(2, 3))
+
+
+def test_rank_withdraws_where_others_do_not_ask():
+    with Ranks(3, case_seconds=30) as ranks:
+        *others, failed = ranks.outcomes(withdraw_after_sends)
+    assert failed.kind == "TypeError"
+    assert all("withdrew from this forward pass" in other.message for other in others)
+
+
+def test_double_backward_passes_are_not_of_channels():
+    group = Group(dist.HashStore())
+    history = history_of(group)
+    history.size = 13
+    report = history.report(history.record(Identity("body.bn1"), "double backward"), group)
+    assert report.words == "runs the double backward pass of layer 'body.bn1'"
+    assert agreement.same_channels(report, report._replace(size=10))
+
+
+def read_the_tags_of_a_recomputation(rank, world_size):
+    group, layer = dist.group.WORLD, Identity("body.bn1")
+    history = history_of(group)
+    first, again = (history.record(layer, way) for way in ("forward", "recomputation"))
+    other = history.record(Identity("body.bn2"), "forward")
+    message = torch.zeros(10).double()
+    for tag in (2 * first.tag, 2 * again.tag):
+        message[-3] = tag
+        exchange.judge(message, group, again)
+    message[-3] = other.tag + again.tag
+    exchange.judge(message, group, again)
+
+
+def test_recomputation_may_get_the_sums_of_the_forward_pass_and_no_others():
+    with Ranks(2, case_seconds=30) as ranks:
+        for outcome in ranks.outcomes(read_the_tags_of_a_recomputation):
+            assert outcome.kind == "RuntimeError"
+            assert "this rank runs the recomputation of layer 'body.bn1'" in outcome.message
+
+
 def fail_without_channels(rank, world_size, steps):
     """Rank 1 calls the function with nothing that tells the size of its message."""
     layer = SyncBatchNorm(3)
@@ -267,12 +346,12 @@ def test_rank_that_knows_no_size_withdraws_from_what_others_send(steps):
         assert "rank 1: TypeError: expected input to be a torch.Tensor" in outcome.message
 
 
-def hear_late(rank, world_size, verdict):
+def hear_late(rank, world_size, verdict, name, direction):
     """As an operator on CUDA would have noted it in a pass before."""
     layer, group = SyncBatchNorm(3), dist.group.WORLD
-    layer._name = "body.bn1"
+    layer._name = name
     history = history_of(group)
-    tag = history.record(layer._identity, "backward").tag
+    tag = history.record(layer._identity, direction).tag
     history.verdicts[CPU] = torch.tensor([verdict * world_size * tag], dtype=torch.float64)
     with pytest.raises(RuntimeError) as error:
         exchange._look_back(group, CPU)
@@ -281,10 +360,12 @@ def hear_late(rank, world_size, verdict):
     return str(error.value)
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("name", "layer"), [("body.bn1", "layer 'body.bn1'"), ("", "a layer")])
 @pytest.mark.parametrize(("verdict", "words"), [(-1, "withdrew"), (1, "made another pass")])
-def test_verdict_of_a_pass_before_names_its_layer(two_ranks, verdict, words):
-    for said in two_ranks.run(hear_late, verdict):
-        assert said.startswith("the backward pass of layer 'body.bn1' gave NaN: another rank")
+def test_verdict_of_a_pass_before_names_it(two_ranks, verdict, words, name, layer, direction):
+    for said in two_ranks.run(hear_late, verdict, name, direction):
+        assert said.startswith(f"the {direction} pass of {layer} gave NaN: another rank")
         assert words in said
 
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import make_input
+from groups import make_by_hand
 from ranks import Failure, Ranks
+from torch.utils.flop_counter import FlopCounterMode
 
 from syncbn import SyncBatchNorm, exchange
 
@@ -118,6 +120,18 @@ def test_labels_of_collectives_while_torch_debugs(level):
     labels = ["syncbn forward body.bn1", "syncbn backward body.bn1"] if level == "INFO" else []
     with Ranks(2, {"TORCH_DISTRIBUTED_DEBUG": level, "TORCH_FR_BUFFER_SIZE": "100"}) as ranks:
         assert ranks.run(labels_of_a_step) == [(labels, labels)] * 2
+
+
+def count_flops_in_a_group_by_hand(rank, world_size, path):
+    layer = SyncBatchNorm(3, process_group=make_by_hand(path, rank, world_size))
+    with FlopCounterMode(display=False):
+        layer(torch.full((4, 3), float(rank)))
+    return layer.running_mean.tolist()
+
+
+def test_dispatch_modes_take_groups_without_a_name(two_ranks, tmp_path):
+    for mean in two_ranks.run(count_flops_in_a_group_by_hand, str(tmp_path / "store")):
+        assert mean == pytest.approx([0.05] * 3)  # 0.1 times the mean of 0 and 1
 
 
 def train(rank, world_size, channels, name="body.bn1"):
@@ -276,3 +290,25 @@ def test_large_world_sends_and_keeps_as_little_as_a_small_one(world_size):
     script = FAKE_WORLD.format(world_size=world_size)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert result.stdout.strip() == "[10, 14, 14, 10] True", result.stderr
+
+
+DRY_RUN = """
+import torch, torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from syncbn import SyncBatchNorm
+
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+with FakeTensorMode():
+    layer = SyncBatchNorm(3)
+    layer(torch.rand(4, 3)).sum().backward()  # the input needs no gradient
+    x = torch.rand(4, 3, requires_grad=True)
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    dx.square().sum().backward()
+    print(list(x.grad.shape))
+"""
+
+
+def test_dry_run_of_tensors_without_values():
+    result = subprocess.run([sys.executable, "-c", DRY_RUN], capture_output=True, text=True)
+    assert result.stdout.strip() == "[4, 3]", result.stderr

@@ -3,6 +3,7 @@
 With ``--race`` both train one layer, whose running statistics they must not share.
 """
 
+import os
 import sys
 import threading
 
@@ -40,6 +41,13 @@ def run_both(first, second):
         thread.join()
 
 
+def end(failure):
+    """End the process: the other thread would wait for this one."""
+    sys.excepthook(failure.exc_type, failure.exc_value, failure.exc_traceback)
+    os._exit(1)
+
+
+threading.excepthook = end
 torch.set_num_threads(2)
 if "--race" in sys.argv:
     shared = layers()
