@@ -192,7 +192,7 @@ class History:
         self.num_passes += 1
         self.size = size
         self.learned = None
-        last, other = self.last, None
+        last, outlook, other = self.last, record.outlook, None
         if size not in last.sizes:
             # A mode, such as selective checkpointing's, must not see what only the first pass does.
             with _torch_private.without_dispatch_modes():
@@ -205,7 +205,7 @@ class History:
                 last.follow(size)
                 self.learned = (last, size)
         self.last, self.totals = record, None
-        self.last_outlook = record.outlook
+        self.last_outlook = outlook
         return other
 
     def sum_of(self, number: float, group: ProcessGroup) -> float:
