@@ -6,17 +6,17 @@ make different passes of one size would add up what does not belong together. So
 - Each message ends with a tag, a number for the pass: direction and layer. Where the sum of tags is
   not the tag times the number of ranks, ranks make different passes. All ranks see it at once.
 - Each message also ends with an outlook, the size of the message that its rank expects to send
-  next: that which followed this pass the last time. Where outlooks agree, a rank knows what the
-  others are about to send. If it is to send another size itself, it says so in the group's store:
-  all ranks may be about to turn that way together. If not all have said so within a second, it
-  takes part in a collective of the expected size, with a tag of its own. Then all ranks fail with
-  words, or, if the others only were late, all go on.
+  next: that which has followed this pass, if it was always the same. Where outlooks agree, a rank
+  knows what the others are about to send. If it is to send another size itself, it says so in the
+  group's store: all ranks may be about to turn that way together. If not all have said so within a
+  second, it takes part in a collective of the expected size, with a tag of its own. Then all ranks
+  fail with words, or, if the others only were late, all go on.
 - Where nothing is expected, as in the first step, the first rank to come writes its size to the
   group's store, and the others compare. That waits for no rank.
 
-What follows a pass is remembered, unless it failed. So there is one collective each way, and
-nothing is sent to the store, as soon as a program repeats itself. Not covered is a pass that has
-been followed by several sizes: ranks that part there meet with different sizes.
+What follows a pass is remembered. So there is one collective each way, and nothing is sent to the
+store, as soon as a program repeats itself. Not covered is a pass that has been followed by several
+sizes: ranks that part there meet with different sizes.
 """
 
 import contextlib
@@ -97,17 +97,9 @@ class Record:
     def follow(self, size: int) -> None:
         """Remember what has followed."""
         self.sizes.append(size)
-        self._look_out()
-
-    def unfollow(self, size: int) -> None:
-        """Forget what has followed."""
-        self.sizes.remove(size)
-        self._look_out()
-
-    def _look_out(self) -> None:
         # Nothing is expected after the calls of a function, which may belong to any layer.
-        known = self.sizes if self.layer.key else []
-        self.outlook = _SEVERAL if len(known) > 1 else sum(known)
+        if self.layer.key:
+            self.outlook = size if len(self.sizes) == 1 else _SEVERAL
 
     @property
     def name(self) -> str:
@@ -143,15 +135,10 @@ class History:
         self.num_comparisons = 0
         self.sizes_compared: set[int] = set()
         self.verdicts: dict[torch.device, Tensor] = {}
-        self.learned: tuple[Record, int] | None = None
         self.forget()
 
     def forget(self) -> None:
         """Expect nothing: after a failure ranks may go on at different places."""
-        if self.learned is not None:
-            record, size = self.learned
-            record.unfollow(size)
-        self.learned = None
         self.last = Record(self, ANONYMOUS, "forward")
         self.last_outlook = 0  # as it was sent
         self.totals: Tensor | None = None
@@ -191,7 +178,6 @@ class History:
         """
         self.num_passes += 1
         self.size = size
-        self.learned = None
         last, outlook, other = self.last, record.outlook, None
         if size not in last.sizes:
             # A mode, such as selective checkpointing's, must not see what only the first pass does.
@@ -203,7 +189,6 @@ class History:
                     self._turn(record, expected, group, device)
             if other is None:
                 last.follow(size)
-                self.learned = (last, size)
         self.last, self.totals = record, None
         self.last_outlook = outlook
         return other
