@@ -146,6 +146,19 @@ def train_on_nothing_on_one_rank(rank, world_size):
     torch.compile(model, backend="aot_eager")(torch.rand(4, 3) if rank == 0 else None)
 
 
+def train_with_numbers_of_numpy(rank, world_size):
+    layer = SyncBatchNorm(3, momentum=np.float64(0.1))
+    torch._dynamo.reset()
+    torch.compile(layer, backend="aot_eager")(torch.full((4, 3), float(rank)))
+    return layer.running_mean.tolist()
+
+
+def test_ranks_with_a_number_that_fits_into_no_graph():
+    with Ranks(2, case_seconds=60) as ranks:
+        for mean in ranks.run(train_with_numbers_of_numpy):
+            assert mean == pytest.approx([0.05] * 3)
+
+
 def test_rank_that_breaks_its_graph_withdraws():
     with Ranks(2, case_seconds=60) as ranks:
         other, failed = ranks.outcomes(train_on_nothing_on_one_rank)
