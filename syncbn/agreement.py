@@ -131,7 +131,7 @@ class History:
         self.labels = collectives.is_debugging()
         self.num_passes = 0
         self.size = 0  # of this rank's message
-        self.num_ranks = group.size()
+        self.num_judged = group.size()  # ranks, in the pass that a verdict is of
         self.num_comparisons = 0
         self.sizes_compared: set[int] = set()
         self.verdicts: dict[torch.device, Tensor] = {}
@@ -195,8 +195,7 @@ class History:
 
     def sum_of(self, number: float, group: ProcessGroup) -> float:
         """Return what the ranks' numbers add up to if all of them send this one."""
-        self.num_ranks = group.size() if self.adds_up else 1
-        return number * self.num_ranks
+        return number * group.size() if self.adds_up else number
 
     def hear(self, record: Record, totals: Tensor) -> None:
         """Keep the sums of a pass, whose end tells what the ranks expect, on the CPU."""

@@ -245,8 +245,11 @@ def judge_for(
             return None, None
         record = _pass_of(totals, group, record)
     history = record.history
-    verdict = history.verdict(totals.device) if totals.is_cuda else None
-    return history.sum_of(record.tag, group), verdict
+    tag_sum = history.sum_of(record.tag, group)
+    if not totals.is_cuda:
+        return tag_sum, None
+    history.num_judged = round(tag_sum / record.tag)
+    return tag_sum, history.verdict(totals.device)
 
 
 def _has_values(totals: Tensor) -> bool:
@@ -295,7 +298,7 @@ def _look_back(group: ProcessGroup, device: torch.device) -> None:
         if found < 0
         else "another rank made another pass in its place"
     )
-    tag = round(abs(found) / history.num_ranks)
+    tag = round(abs(found) / history.num_judged)
     raise RuntimeError(
         f"{agreement.describe(tag)} gave NaN: {what}; said one pass later, because CUDA is not "
         "waited for"
