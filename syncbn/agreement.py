@@ -292,8 +292,6 @@ class History:
         store, key = found
         return Report.parse(store.compare_set(key, "", report.encode()))
 
-    # Compilers refuse code that touches the store of a group.
-    @torch.compiler.disable  # type: ignore[misc]
     def _store_and_key(self, group: ProcessGroup, device: torch.device) -> tuple[Store, str] | None:
         """Return the group's store and the place in it where the ranks meet next.
 
@@ -352,6 +350,7 @@ def same_channels(first: Report, second: Report) -> bool:
     return first.tag != second.tag or first.size == second.size or not of_channels
 
 
+# Compilers, which trace on behind a break of their graph, refuse code that touches a group's store.
 @torch.compiler.disable  # type: ignore[misc]
 def _number_of(group: ProcessGroup) -> int:
     """Return how many groups of this rank have had the group's store, this one included."""

@@ -320,8 +320,6 @@ def check(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
         raise _withdraw(error, group, layer, input, arguments) from None
 
 
-# Compilers refuse code that touches the store of a group.
-@torch.compiler.disable  # type: ignore[misc]
 def _withdraw(
     error: Exception,
     group: ProcessGroup | None,
