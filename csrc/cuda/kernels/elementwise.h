@@ -74,13 +74,16 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     memory.put(thread, prepare.template formula<A>(first_channel + thread, blockIdx.y == 0));
   }
   __syncthreads();
+  if (row < 0) {
+    return;  // without a channel, too, whose constants would be read
+  }
   Formula<A> formulas[kVector];
 #pragma unroll
   for (int v = 0; v < kVector; ++v) {
     formulas[v] = memory.get(threadIdx.x * kVector + v);
   }
 
-  while (row >= 0) {
+  do {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (row - k * step >= 0) {
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     row -= kSteps * step;
     offset -= kSteps * stride;
     load_rows();
-  }
+  } while (row >= 0);
 }
 
 template <typename T, int kVector, bool kAligned, template <typename> class Formula,
@@ -141,9 +144,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     memory.put(threadIdx.y, prepare.template formula<A>(channel, blockIdx.y == 0));
   }
   __syncthreads();
+  if (at < 0) {
+    return;  // without a channel, too, whose constants would be read
+  }
   const Formula<A> formula = memory.get(threadIdx.y);
 
-  while (at >= 0) {
+  do {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (at - k * step >= 0) {
@@ -162,7 +168,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     }
     at -= kSteps * step;
     load_slots();
-  }
+  } while (at >= 0);
 }
 
 // Launches Formula over a plan; `inputs` and `output` have the plan's geometry and dtype.
