@@ -1,4 +1,5 @@
 import ctypes
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -124,10 +125,18 @@ def three_ranks(ranks: Callable[..., Ranks]) -> Ranks:
     return ranks(3)
 
 
-@pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The CUDA kernels on emulated threads."""
-    return emulated.build(tmp_path_factory.mktemp("kernels"))
+@pytest.fixture(scope="session", params=["source"] if emulated.IS_SANITIZED else ["source", "ptx"])
+def library(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> ctypes.CDLL:
+    """The CUDA kernels on emulated threads, as a host compiler builds them and as nvcc does."""
+    folder = tmp_path_factory.mktemp("kernels")
+    if request.param == "source":
+        return emulated.build(folder)
+    nvcc = emulated.find_nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc is here whose PTX could be run")
+    return emulated.build_ptx(folder, nvcc, os.environ.get("SYNCBN_PTX_ARCH", "90"))
 
 
 @pytest.fixture(scope="session")

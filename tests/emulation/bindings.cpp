@@ -39,6 +39,7 @@ template <typename Function>
 const char* run(const Call& call, const Function& function) {
   static std::string message;
   emulation::order = call.order;
+  emulation::unwritten = {};
   try {
     function();
   } catch (const std::exception& error) {
@@ -54,6 +55,8 @@ void with_workspace(const Plan& plan, const Function& function) {
   const auto partials = std::make_unique<double[]>(plan.num_partials());
   const auto counters = std::make_unique<unsigned[]>(plan.num_counters());
   std::fill_n(partials.get(), plan.num_partials(), std::nan(""));
+  const auto begin = reinterpret_cast<uint64_t>(partials.get());
+  emulation::unwritten = {begin, begin + plan.num_partials() * sizeof(double)};
   function(Workspace{partials.get(), counters.get()});
   for (int64_t i = 0; i < plan.num_counters(); ++i) {
     if (counters[i] != 0) {

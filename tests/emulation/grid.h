@@ -40,6 +40,12 @@ inline dim3 blockDim, gridDim;
 
 namespace syncbn::emulation {
 
+// Memory whose values a launch must not read before it has written them.
+struct Range {
+  uint64_t begin, end;
+};
+inline Range unwritten;
+
 enum class Order { kForward, kReverse, kShuffled };
 inline Order order = Order::kForward;
 
@@ -116,6 +122,7 @@ class Block {
     kernel_ = &kernel;
     failure_.clear();
     num_threads_ = blockDim.x * blockDim.y * blockDim.z;
+    first_phase_ = phase_ = ++num_phases;
     warp_turns_ = turns((num_threads_ + kWarpSize - 1) / kWarpSize, generator);
     lane_turns_ = turns(kWarpSize, generator);
     while (threads_.size() < num_threads_) {
@@ -168,6 +175,10 @@ class Block {
     Fiber::suspend();
   }
 
+  // The time between two barriers of the block; no other block or launch has the same number.
+  uint64_t phase() const { return phase_; }
+  uint64_t first_phase() const { return first_phase_; }
+
   void* shared(size_t bytes) {
     if (bytes > shared_bytes_) {
       fail_thread("uses " + std::to_string(bytes) + " bytes of shared memory, but the launch has " +
@@ -196,6 +207,7 @@ class Block {
         block.check_together(*block.threads_[0], *block.threads_[i]);
       }
       block.check_guard();
+      block.phase_ = ++num_phases;
       block.stop(block.threads_[0]->wait);
     }
   }
@@ -266,7 +278,10 @@ class Block {
     std::abort();
   }
 
+  static inline uint64_t num_phases = 0;
+
   uint3 index_;
+  uint64_t first_phase_, phase_;
   const std::function<void()>* kernel_;
   Fiber fiber_;  // runs the threads' fibers
   std::string failure_;

@@ -28,6 +28,8 @@ CUDA_SHAPES = [
     (2, 2, 101, 103),  # unaligned planes, split
     (1, 3),  # one value in each channel
     (1500, 24),  # 16-byte vectors of channels, whole and split
+    (3000, 24),  # two full chunks of rows for a thread, on one multiprocessor
+    (1200, 31),  # one channel at a time, in more segments than threads that add them up
     (1001, 34),  # 4-byte vectors of channels
     (40, 300),  # more vectors of channels than a tile
     (5, 3, 7, 7),

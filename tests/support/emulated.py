@@ -1,15 +1,19 @@
-"""The CUDA kernels on emulated threads: a host compiler builds them with ``tests/emulation/``.
+"""The CUDA kernels on emulated threads, which ``tests/emulation/`` gives a host's program.
 
-``Device`` offers the four operators with the signatures of ``syncbn.ops``, on CPU tensors.
+``build()`` takes the kernels' source, ``build_ptx()`` what nvcc makes of it. ``Device`` offers the
+four operators with the signatures of ``syncbn.ops``, on CPU tensors.
 """
 
 import ctypes
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from glob import glob
 from pathlib import Path
 
+import ptx
 import torch
 from cases import reference_moments
 from paths import ROOT
@@ -20,6 +24,8 @@ KERNELS = ROOT / "csrc" / "cuda" / "kernels"
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # nvcc knows unroll
 PLAIN = ["-O2"]
+# Two of these libraries in one process have variables of one name each.
+OWN_VARIABLES = ["-fno-gnu-unique"]
 SANITIZED = ["-O1", "-fsanitize=address"]  # finds accesses outside of allocations
 
 ORDERS = ["forward", "reverse", "shuffled"]  # of blocks and threads
@@ -32,18 +38,27 @@ IS_SANITIZED = "SYNCBN_SANITIZED" in os.environ
 MULTIPROCESSORS = [8] if IS_SANITIZED else [1, 8, 132]
 
 
-def compile_cxx(*arguments: str | Path) -> None:
+def run(command: list[str | Path], environment: dict[str, str] | None = None) -> None:
+    words = [str(word) for word in command]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, f"{' '.join(words)}\n{done.stderr}"
+
+
+def compile_cxx(*arguments: str | Path, warnings: list[str] = WARNINGS) -> None:
     # The sanitizer's run-time library is found where g++ has it.
     compiler = "g++" if SANITIZED[-1] in arguments else os.environ.get("CXX", "c++")
-    command = [compiler, "-std=c++17", "-fPIC", *WARNINGS, *map(str, arguments)]
     environment = {**os.environ, "LD_PRELOAD": ""}  # a sanitized compiler is five times slower
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stderr}"
+    run([compiler, "-std=c++17", "-fPIC", *warnings, *arguments], environment)
+
+
+def in_parallel(function: Callable[..., None], *arguments: list[Path]) -> None:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(function, *arguments))
 
 
 def build(folder: Path) -> ctypes.CDLL:
     """Compile the kernels and their bindings in ``folder`` and load them."""
-    flags = SANITIZED if IS_SANITIZED else PLAIN
+    flags = SANITIZED if IS_SANITIZED else PLAIN + OWN_VARIABLES
     # Kernels read the same memory as vectors and as values, which nvcc does not take amiss.
     includes = ["-fno-strict-aliasing", f"-I{EMULATION}", f"-I{ROOT / 'csrc'}"]
     sources = [*sorted(KERNELS.glob("*.cu")), EMULATION / "bindings.cpp"]
@@ -52,10 +67,58 @@ def build(folder: Path) -> ctypes.CDLL:
     def compile_one(source: Path, target: Path) -> None:
         compile_cxx(*includes, *flags, "-x", "c++", "-c", source, "-o", target)
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compile_one, sources, objects))
+    in_parallel(compile_one, sources, objects)
     library = folder / "kernels.so"
     compile_cxx(*flags, "-shared", *objects, "-o", library)
+    return ctypes.CDLL(str(library))
+
+
+# Numbers wrap around, and only what PTX fuses is fused, by the processor's own instruction.
+PTX_FLAGS = ["-O1", "-fwrapv", "-ffp-contract=off", "-march=native", *OWN_VARIABLES]
+PTX_SUPPORT = [EMULATION / "ptx" / "registry.cpp", EMULATION / "ptx" / "cuda_runtime.cpp"]
+
+
+def find_nvcc() -> str | None:
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    homes = [CUDA_HOME] if CUDA_HOME else []
+    homes += [home for folder in sys.path for home in glob(f"{folder}/nvidia/cu*")]
+    found = [nvcc for home in homes if os.path.exists(nvcc := f"{home}/bin/nvcc")]
+    return found[0] if found else None
+
+
+def build_ptx(folder: Path, nvcc: str, architecture: str) -> ctypes.CDLL:
+    """Compile the kernels to PTX, that to C++, and load it behind the launchers of nvcc's."""
+    sources = sorted(KERNELS.glob("*.cu"))
+    translated = [folder / f"{source.stem}.ptx.cpp" for source in sources]
+
+    def translate(source: Path, target: Path) -> None:
+        to = [f"-arch=compute_{architecture}", f"-code=compute_{architecture}"]
+        keep = ["--keep", "--keep-dir", folder]
+        options = ["-c", "-O3", "-std=c++17", "-Xcompiler=-fPIC", *to, *keep]  # as setup.py's
+        run([nvcc, *options, source, "-o", folder / f"{source.stem}.launch.o"])
+        target.write_text(ptx.translate((folder / f"{source.stem}.ptx").read_text()))
+
+    in_parallel(translate, sources, translated)
+    launchers = [folder / f"{source.stem}.launch.o" for source in sources]
+    return link_ptx(folder, [*translated, EMULATION / "bindings.cpp"], launchers)
+
+
+def link_ptx(folder: Path, sources: list[Path], launchers: list[Path]) -> ctypes.CDLL:
+    """Compile translated PTX with what it needs to run, and load it."""
+    sources = [*sources, *PTX_SUPPORT]
+    objects = [folder / f"{source.name}.o" for source in sources]
+    includes = [f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}", f"-I{ROOT / 'csrc'}"]
+
+    def compile_one(source: Path, target: Path) -> None:
+        # Translated code has more names than it uses.
+        warnings = [] if source.suffixes[0] == ".ptx" else WARNINGS
+        compile_cxx(*PTX_FLAGS, *includes, "-c", source, "-o", target, warnings=warnings)
+
+    in_parallel(compile_one, sources, objects)
+    library = folder / "kernels.so"
+    # The CUDA runtime is ours also where torch has loaded another one.
+    compile_cxx("-shared", "-Wl,-Bsymbolic", *objects, *launchers, "-o", library)
     return ctypes.CDLL(str(library))
 
 

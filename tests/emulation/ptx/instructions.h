@@ -1,0 +1,80 @@
+// PTX instructions on registers, for translated kernels (tests/support/ptx.py).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "../float16.h"
+#include "../grid.h"
+
+namespace syncbn::emulation::ptx {
+
+// The value of a register, or of its lowest bits, taken for a T.
+template <typename T, typename Register>
+inline T as(Register bits) {
+  static_assert(sizeof(T) <= sizeof(Register));
+  if constexpr (std::is_floating_point_v<T>) {
+    static_assert(sizeof(T) == sizeof(Register));
+    T value;
+    std::memcpy(&value, &bits, sizeof(T));
+    return value;
+  } else {
+    return static_cast<T>(bits);
+  }
+}
+
+// A narrower number is extended, by its sign if its type has one.
+template <typename Register, typename T>
+inline void put(Register& to, T value) {
+  static_assert(sizeof(T) <= sizeof(Register));
+  if constexpr (std::is_floating_point_v<T>) {
+    static_assert(sizeof(T) == sizeof(Register));
+    std::memcpy(&to, &value, sizeof(T));
+  } else {
+    to = static_cast<Register>(value);
+  }
+}
+
+template <typename T>
+inline void check_divisor(T divisor) {
+  if (divisor == 0) {
+    Block::current->fail_thread("divides an integer by zero");
+  }
+}
+
+template <typename T>
+inline T quotient(T a, T b) {
+  check_divisor(b);
+  return std::is_signed_v<T> && b == T(-1) ? T(0 - a) : T(a / b);  // the least one overflows
+}
+
+template <typename T>
+inline T remainder(T a, T b) {
+  check_divisor(b);
+  return std::is_signed_v<T> && b == T(-1) ? T(0) : T(a % b);
+}
+
+// A distance beyond the width shifts all bits out.
+template <typename T>
+inline T shift_left(T a, uint32_t distance) {
+  return distance >= 8 * sizeof(T) ? T(0) : T(a << distance);
+}
+
+template <typename T>
+inline T shift_right(T a, uint32_t distance) {
+  const uint32_t most = 8 * sizeof(T) - 1;
+  return distance > most ? T(T(a >> most) >> (most > 0)) : T(a >> distance);
+}
+
+inline float half_to_float(uint16_t bits) { return __half2float({bits}); }
+inline float bfloat16_to_float(uint16_t bits) { return __bfloat162float({bits}); }
+inline uint16_t float_to_half(float value) { return __float2half_rn(value).bits; }
+inline uint16_t float_to_bfloat16(float value) { return __float2bfloat16_rn(value).bits; }
+
+inline void barrier() { Block::current->suspend(Wait::kSyncthreads); }
+inline void fence() { Block::current_thread->fenced = true; }
+
+}  // namespace syncbn::emulation::ptx

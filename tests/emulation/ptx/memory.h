@@ -1,0 +1,205 @@
+// Loads and stores of translated kernels, and what is checked of them:
+//
+// - each access is aligned to its size;
+// - shared memory is read after it was written, and what one thread writes no other one reads or
+//   writes before the next barrier;
+// - a launch writes no address twice, reads nothing through the constant cache (ld.global.nc) that
+//   it writes, and nothing of `unwritten` before it has written it;
+// - a thread fences before it signals others by an atomic operation.
+#pragma once
+
+#include <bitset>
+#include <unordered_map>
+#include <vector>
+
+#include "../grid.h"
+
+namespace syncbn::emulation::ptx {
+
+template <typename T, int kLength>
+struct Values {
+  T values[kLength];
+};
+
+template <typename V>
+inline void check_aligned(uint64_t address, const char* what) {
+  if (address % sizeof(V) != 0) {
+    Block::current->fail_thread(std::string(what) + " " + std::to_string(sizeof(V)) +
+                                " bytes at an address that is not aligned to them");
+  }
+}
+
+// --- Parameters
+
+template <typename T, int kLength>
+inline Values<T, kLength> load_param(uint64_t address) {
+  Values<T, kLength> result;
+  std::memcpy(&result, reinterpret_cast<const void*>(address), sizeof(result));
+  return result;
+}
+
+template <typename T, int kLength>
+inline Values<T, kLength> load_param(const unsigned char* address) {
+  return load_param<T, kLength>(reinterpret_cast<uint64_t>(address));
+}
+
+// --- Shared memory
+
+// The last accesses of a byte: by which thread, and between which barriers.
+struct SharedByte {
+  const Thread* writer = nullptr;
+  const Thread* reader = nullptr;
+  uint64_t written = 0;
+  uint64_t read = 0;
+};
+
+inline SharedByte* shared_bytes_at(uint32_t address, size_t size) {
+  static std::unordered_map<const Block*, std::vector<SharedByte>> of_block;
+  auto& bytes = of_block[Block::current];
+  if (bytes.size() < address + size) {
+    bytes.resize(address + size);
+  }
+  return bytes.data() + address;
+}
+
+template <typename V>
+inline unsigned char* shared_access(uint32_t address, const char* what) {
+  check_aligned<V>(address, what);
+  const size_t end = size_t{address} + sizeof(V);
+  return static_cast<unsigned char*>(Block::current->shared(end)) + address;
+}
+
+template <typename T, int kLength>
+inline Values<T, kLength> load_shared(uint32_t address) {
+  Values<T, kLength> result;
+  const auto* from = shared_access<decltype(result)>(address, "reads");
+  const uint64_t phase = Block::current->phase();
+  SharedByte* byte = shared_bytes_at(address, sizeof(result));
+  for (const SharedByte* end = byte + sizeof(result); byte != end; ++byte) {
+    if (byte->written < Block::current->first_phase()) {
+      Block::current->fail_thread("reads shared memory that its block has not written");
+    }
+    if (byte->written == phase && byte->writer != Block::current_thread) {
+      Block::current->fail_thread(
+          "reads shared memory that another thread writes before a barrier");
+    }
+    byte->reader = byte->read == phase && byte->reader != Block::current_thread
+                       ? nullptr
+                       : Block::current_thread;
+    byte->read = phase;
+  }
+  std::memcpy(&result, from, sizeof(result));
+  return result;
+}
+
+template <typename T, int kLength>
+inline void store_shared(uint32_t address, Values<T, kLength> values) {
+  auto* to = shared_access<decltype(values)>(address, "writes");
+  const uint64_t phase = Block::current->phase();
+  SharedByte* byte = shared_bytes_at(address, sizeof(values));
+  for (const SharedByte* end = byte + sizeof(values); byte != end; ++byte) {
+    if ((byte->written == phase && byte->writer != Block::current_thread) ||
+        (byte->read == phase && byte->reader != Block::current_thread)) {
+      Block::current->fail_thread(
+          "writes shared memory that another thread reads or writes before a barrier");
+    }
+    byte->writer = Block::current_thread;
+    byte->written = phase;
+  }
+  std::memcpy(to, &values, sizeof(values));
+}
+
+// --- Global memory
+
+// The bytes that the running launch has written. An aligned access lies in one page.
+class Written {
+ public:
+  void clear() {
+    pages_.clear();
+    last_ = nullptr;
+  }
+
+  // Returns whether any of these bytes was written already; they are now.
+  bool add(uint64_t address, size_t size) {
+    Page& page = page_of(address);
+    bool before = false;
+    for (size_t i = 0; i < size; ++i) {
+      auto bit = page[address % kPageBytes + i];
+      before |= bit;
+      bit = true;
+    }
+    return before;
+  }
+
+  size_t count(uint64_t address, size_t size) {
+    const Page& page = page_of(address);
+    size_t result = 0;
+    for (size_t i = 0; i < size; ++i) {
+      result += page[address % kPageBytes + i];
+    }
+    return result;
+  }
+
+ private:
+  static constexpr size_t kPageBytes = 4096;
+  using Page = std::bitset<kPageBytes>;
+
+  Page& page_of(uint64_t address) {
+    const uint64_t number = address / kPageBytes;
+    if (last_ == nullptr || number != last_number_) {
+      last_ = &pages_[number];
+      last_number_ = number;
+    }
+    return *last_;
+  }
+
+  std::unordered_map<uint64_t, Page> pages_;
+  Page* last_ = nullptr;
+  uint64_t last_number_ = 0;
+};
+
+inline Written written;
+
+template <typename T, int kLength>
+inline Values<T, kLength> load_global(uint64_t address) {
+  Values<T, kLength> result;
+  check_aligned<decltype(result)>(address, "reads");
+  if (unwritten.begin <= address && address < unwritten.end &&
+      written.count(address, sizeof(result)) < sizeof(result)) {
+    Block::current->fail_thread("reads memory that the launch has yet to write");
+  }
+  std::memcpy(&result, reinterpret_cast<const void*>(address), sizeof(result));
+  return result;
+}
+
+template <typename T, int kLength>
+inline Values<T, kLength> load_constant_global(uint64_t address) {
+  if (written.count(address, sizeof(T) * kLength) > 0) {
+    Block::current->fail_thread("reads through the constant cache what the launch has written");
+  }
+  return load_global<T, kLength>(address);
+}
+
+template <typename T, int kLength>
+inline void store_global(uint64_t address, Values<T, kLength> values) {
+  check_aligned<decltype(values)>(address, "writes");
+  if (written.add(address, sizeof(values))) {
+    Block::current->fail_thread("writes memory that the launch has written already");
+  }
+  std::memcpy(reinterpret_cast<void*>(address), &values, sizeof(values));
+}
+
+inline uint32_t atomic_inc(uint64_t address, uint32_t limit) {
+  check_aligned<uint32_t>(address, "signals with");
+  if (!Block::current_thread->fenced) {
+    Block::current->fail_thread("signals other blocks without a fence");
+  }
+  Block::current_thread->fenced = false;
+  auto* counter = reinterpret_cast<uint32_t*>(address);
+  const uint32_t old = *counter;
+  *counter = old >= limit ? 0 : old + 1;
+  Block::current->suspend(Wait::kTurn);
+  return old;
+}
+
+}  // namespace syncbn::emulation::ptx
