@@ -18,6 +18,7 @@
 
 #include "../../common/dtype.h"
 #include "../../common/geometry.h"
+#include "../../common/host_device.h"
 
 namespace syncbn::cuda {
 
@@ -30,6 +31,9 @@ constexpr int kUnroll = 8;
 // Blocks in a multiprocessor: all are resident, so that no last wave is half empty. The same for
 // all kernels, so that one goes through the segments of the one before it.
 constexpr int kBlocks = 2;
+
+// Partial sums of a channel that a thread has in flight, of both kinds.
+constexpr int kPartialLoads = 8;
 
 // Values of a channel in a block: a float counts them exactly, and 32 bits index them.
 constexpr int64_t kLongestSegment = 1 << 24;
@@ -51,6 +55,16 @@ struct Plan {
   int64_t num_partials() const { return splits == 1 ? 0 : 2 * splits * geometry.channels; }
   int64_t num_counters() const { return splits == 1 ? 0 : tiles; }
 };
+
+// Returns how many of a block's threads add up the partial sums of each of `channels`: a power of
+// two, so many that each loads once, or as many as there are.
+SYNCBN_HOST_DEVICE inline int num_readers(int threads, int channels, int splits) {
+  int readers = 1;
+  while (kPartialLoads * readers < splits && 2 * readers * channels <= threads) {
+    readers *= 2;
+  }
+  return readers;
+}
 
 namespace detail {
 

@@ -81,15 +81,16 @@ __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_
     }
     __threadfence();
 
-    constexpr int kLoads = 8;  // in flight, for both sums
-    const int readers = static_cast<int>(blockDim.x * blockDim.y) / owned;  // of each channel
+    // A reader of a channel adds up every readers-th partial sum, then readers add up by halves.
+    const int readers = num_readers(static_cast<int>(blockDim.x * blockDim.y), owned, splits);
     const int reader = thread / owned;
     double first = 0;
     double second = 0;
-    for (int split = reader; reader < readers && split < splits; split += kLoads * readers) {
-      double loaded[2][kLoads];
+    const int end = reader < readers ? splits : 0;
+    for (int split = reader; split < end; split += kPartialLoads * readers) {
+      double loaded[2][kPartialLoads];
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
+      for (int k = 0; k < kPartialLoads; ++k) {
         const bool exists = split + k * readers < splits;
         const double* const theirs =
             partials + 2 * channels * (split + k * readers) + thread % owned;
@@ -97,18 +98,20 @@ __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_
         loaded[1][k] = exists ? theirs[channels] : 0;
       }
 #pragma unroll
-      for (int k = 0; k < kLoads; ++k) {
+      for (int k = 0; k < kPartialLoads; ++k) {
         first += loaded[0][k];
         second += loaded[1][k];
       }
     }
     memory.first[thread] = first;
     memory.second[thread] = second;
-    __syncthreads();
-    if (thread < owned) {
-      for (int other = 1; other < readers; ++other) {
-        memory.first[thread] += memory.first[other * owned + thread];
-        memory.second[thread] += memory.second[other * owned + thread];
+    for (int half = readers / 2; half > 0; half /= 2) {
+      __syncthreads();
+      if (reader < half) {
+        first += memory.first[thread + half * owned];
+        second += memory.second[thread + half * owned];
+        memory.first[thread] = first;
+        memory.second[thread] = second;
       }
     }
   }
