@@ -4,8 +4,8 @@
 //
 // A block owns a tile of channels and a segment of their values.
 //
-// Matrix (rows, C): a thread owns `vector` neighboring channels, blockDim.x threads make a tile of
-// up to 32 vectors, blockDim.y threads share its rows; the segment counts rows.
+// Matrix (rows, C): a thread owns `vector` neighboring channels, blockDim.x threads make a tile,
+// blockDim.y threads share its rows; the segment counts rows.
 //
 // Planar (outer, C, inner): blockDim.x threads share a channel, blockDim.y channels are a tile; the
 // segment counts slots, aligned vectors that a plane lies in. In an unaligned plane the first and
@@ -25,6 +25,11 @@ namespace syncbn::cuda {
 constexpr int kMaxThreads = 256;  // in a block
 constexpr int kVectorBytes = 16;
 constexpr int kWarp = 32;
+// Bytes of a row of a matrix that a block reads: a line of the cache, or half of one where the last
+// block of a tile would have more than so many bytes of partial sums to read, at the speed of one
+// multiprocessor.
+constexpr int kRowBytes = 128;
+constexpr int64_t kMostPartialBytes = 96 * 1024;
 
 // Vectors that a thread has in flight, of all tensors: 64 KB in a multiprocessor.
 constexpr int kUnroll = 8;
@@ -112,11 +117,17 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
   }
   plan.aligned = true;
   const int64_t vectors = channels / plan.vector;
-  plan.tiles = ceil_div(vectors, kWarp);
-  plan.block_x = static_cast<int>(ceil_div(vectors, plan.tiles));
-  plan.block_y = kMaxThreads / plan.block_x;
-  plan.tile_channels = plan.block_x * plan.vector;
-  split_segments(plan, plan.geometry.outer, plan.block_y * kUnroll, kLongestSegment, resident);
+  const int vector_bytes = plan.vector * size_of(plan.dtype);
+  for (int row_bytes = kRowBytes; row_bytes >= kRowBytes / 2; row_bytes /= 2) {
+    plan.tiles = ceil_div(vectors, std::min(kWarp, row_bytes / vector_bytes));
+    plan.block_x = static_cast<int>(ceil_div(vectors, plan.tiles));
+    plan.block_y = kMaxThreads / plan.block_x;
+    plan.tile_channels = plan.block_x * plan.vector;
+    split_segments(plan, plan.geometry.outer, plan.block_y * kUnroll, kLongestSegment, resident);
+    if (plan.num_partials() * size_of(DType::kDouble) <= kMostPartialBytes * plan.tiles) {
+      break;
+    }
+  }
 }
 
 inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resident) {
@@ -136,6 +147,13 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   }
   const int64_t slots = plan.geometry.outer * plan.slots_in_plane;
   plan.block_x = next_power_of_two(ceil_div(slots, kUnroll), kWarp, kMaxThreads);
+  // Several channels in a block rather than several waves of blocks, each of which loads little.
+  const auto fills_a_wave = [&](int block_x) {
+    return 10 * ceil_div(channels, kMaxThreads / block_x) >= 9 * resident;
+  };
+  while (plan.block_x > kWarp && fills_a_wave(plan.block_x / 2)) {
+    plan.block_x /= 2;
+  }
   plan.block_y = next_power_of_two(channels, 1, kMaxThreads / plan.block_x);
   plan.tile_channels = plan.block_y;
   plan.tiles = ceil_div(channels, plan.block_y);
