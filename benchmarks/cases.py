@@ -89,7 +89,8 @@ def _net(
     ]
 
 
-def _resnet50(images: int, *kind: str) -> list[Case]:
+def resnet50(images: int, *kind: str) -> list[Case]:
+    """Return the layers of ResNet-50, each shape once, of a dtype and layout."""
     return _net(f"ResNet-50 x{images}", (images, 3, 224, 224), RESNET50, *kind)
 
 
@@ -161,7 +162,7 @@ CUDA_SUITES = {
                 for images in (32, 256)
                 for dtype in _GPU_DTYPES
                 for layout in LAYOUTS
-                for case in _resnet50(images, dtype, layout)
+                for case in resnet50(images, dtype, layout)
             ),
             *_GPU_SMALL,
         ),
@@ -178,7 +179,7 @@ CUDA_SUITES = {
                 case
                 for images in (32, 256)
                 for kind in (("float32", "contiguous"), ("bfloat16", "channels_last"))
-                for case in _resnet50(images, *kind)
+                for case in resnet50(images, *kind)
             ),
             *(case for case in _GPU_SMALL if case.dtype != "float16"),
         ),

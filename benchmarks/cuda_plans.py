@@ -1,0 +1,219 @@
+"""A model of the CUDA kernels' times, from their plans: ``python -m benchmarks.cuda_plans``.
+
+It needs no GPU: a C++ compiler builds the plan of ``csrc/cuda/kernels/plan.h``, and a few constants
+of an H200 turn it into times. **It is a model.** It knows how many blocks there are and what each
+of them reads, in how many turns, and what the last one has to add up; it knows nothing of caches,
+of instructions and of registers.
+"""
+
+import argparse
+import ctypes
+import math
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.cases import DTYPES, LAYOUTS, Case, resnet50
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+# As in csrc/common/dtype.h.
+PLAN_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# --- What is assumed
+
+COPY_RATE = 4.3e12 / 132  # bytes a second that a copy reads and writes, for each multiprocessor
+MOST_RATE = 2 * COPY_RATE  # of one multiprocessor whose neighbors are idle
+LAUNCH = 2.0e-6  # seconds from a launch to its first instruction, and from its last one to the end
+MEMORY = 0.7e-6  # latency of a load from memory
+L2 = 0.3e-6  # latency of a load from the L2 cache
+STEP = 0.04e-6  # a step through shared memory: a store, a barrier, a load, an addition
+SIGNAL = 1.0e-6  # partial sums written, the fence and the counter
+HIDDEN = 0.5  # share of a block's latencies that the other block of its multiprocessor hides
+
+BLOCKS = 2  # of a multiprocessor: kBlocks in plan.h
+VECTORS = 8  # that a thread has in flight, of all tensors: kUnroll
+PARTIALS = 8  # partial sums that a reader has in flight: kPartialLoads
+
+
+class Kernel(NamedTuple):
+    """What a kernel moves."""
+
+    name: str
+    inputs: int  # tensors that it reads
+    tensors: int  # that it reads or writes
+    reduces: bool
+    chain: (
+        int  # loads of a channel's constants, each after the one before, ahead of the first value
+    )
+
+
+KERNELS = (
+    Kernel("stats", 1, 1, True, 0),
+    Kernel("apply", 1, 2, False, 5),
+    Kernel("backward_reduce", 2, 2, True, 1),
+    Kernel("backward_apply", 2, 3, False, 4),
+)
+
+
+class Plan(NamedTuple):
+    """How a tensor is split over blocks and threads."""
+
+    matrix: int
+    vector: int
+    aligned: int
+    block_x: int
+    block_y: int
+    channels: int  # of a block
+    tiles: int
+    splits: int
+    loads: int  # vectors of each tensor that a thread loads
+    members: int  # threads that share a channel
+    readers: int  # threads of the last block that add up the partial sums of a channel
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the grid."""
+        return self.tiles * self.splits
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of partial sums that the last block of a tile reads."""
+        return 16 * self.channels * self.splits if self.splits > 1 else 0
+
+    @property
+    def last_steps(self) -> int:
+        """Steps of the last block, each after the one before: loads of partials, additions."""
+        if self.splits == 1:
+            return 0
+        return self.partial_turns + math.ceil(math.log2(self.readers))
+
+    @property
+    def partial_turns(self) -> int:
+        """Turns in which a reader loads partial sums."""
+        return math.ceil(self.splits / (self.readers * PARTIALS)) if self.splits > 1 else 0
+
+
+def build(folder: Path) -> ctypes.CDLL:
+    """Compile the plan in ``folder``."""
+    library = folder / "plans.so"
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-shared", "-fPIC"]
+    subprocess.run([*command, SOURCE, "-o", library], check=True)
+    return ctypes.CDLL(str(library))
+
+
+def find_plan(library: ctypes.CDLL, case: Case, multiprocessors: int) -> Plan:
+    """Return the plan for a tensor of a case."""
+    tensor = torch.empty(case.shape, device="meta")
+    if case.layout == "channels_last":
+        tensor = tensor.contiguous(memory_format=torch.channels_last)
+    dim = tensor.dim()
+    sizes = (ctypes.c_int64 * dim)(*tensor.shape)
+    strides = (ctypes.c_int64 * dim)(*tensor.stride())
+    fields = (ctypes.c_int64 * len(Plan._fields))()
+    dtype = PLAN_DTYPES.index(case.dtype)
+    assert library.find_plan(sizes, strides, ctypes.c_int64(dim), dtype, multiprocessors, fields)
+    return Plan(*fields)
+
+
+def waves(plan: Plan, multiprocessors: int) -> list[int]:
+    """Return the blocks of each wave."""
+    resident = BLOCKS * multiprocessors
+    whole, rest = divmod(plan.blocks, resident)
+    return [resident] * whole + [rest] * (rest > 0)
+
+
+def kernel_seconds(kernel: Kernel, plan: Plan, case: Case, multiprocessors: int) -> float:
+    """Return the time of a kernel by the model."""
+    of_block = kernel.tensors * case.num_bytes / plan.blocks
+    turns = math.ceil(plan.loads / (VECTORS // kernel.inputs))
+    latencies = MEMORY + kernel.chain * L2
+    if kernel.reduces:
+        latencies += math.ceil(math.log2(plan.members)) * STEP
+    seconds = LAUNCH
+    for wave, blocks in enumerate(waves(plan, multiprocessors)):
+        busy = min(blocks, multiprocessors)
+        rate = min(multiprocessors * COPY_RATE, busy * MOST_RATE)
+        seconds += max(blocks * of_block / rate, (turns - 1) * MEMORY)
+        seconds += latencies if wave == 0 else (1 - HIDDEN) * latencies
+    if kernel.reduces and plan.splits > 1:
+        steps = plan.last_steps - plan.partial_turns
+        reading = max(plan.partial_bytes / MOST_RATE, plan.partial_turns * L2)
+        seconds += SIGNAL + reading + steps * STEP
+    return seconds
+
+
+def copy_seconds(kernel: Kernel, case: Case, multiprocessors: int) -> float:
+    """Return the time of a copy that moves as many bytes."""
+    return LAUNCH + MEMORY + kernel.tensors * case.num_bytes / (multiprocessors * COPY_RATE)
+
+
+def net_lines(library: ctypes.CDLL, cases: Sequence[Case], multiprocessors: int) -> list[str]:
+    """Return the table of a net's layers."""
+    lines = []
+    totals = [0.0] * (2 * len(KERNELS))
+    for case in cases:
+        plan = find_plan(library, case, multiprocessors)
+        times = [kernel_seconds(kernel, plan, case, multiprocessors) for kernel in KERNELS]
+        copies = [copy_seconds(kernel, case, multiprocessors) for kernel in KERNELS]
+        _, channels, height, _ = case.shape
+        kind = "matrix" if plan.matrix else "planar" if plan.aligned else "unaligned"
+        cells = [
+            f"{case.layers} x {channels}x{height}x{height}",
+            f"{kind} {plan.vector}",
+            f"{plan.block_x}x{plan.block_y}",
+            f"{plan.tiles}x{plan.splits}",
+            f"{plan.blocks / (BLOCKS * multiprocessors):.2f}",
+            f"{case.num_bytes / plan.blocks / 1024:.0f}",
+            f"{plan.loads}",
+            f"{plan.partial_bytes / 1024:.0f}",
+            f"{plan.last_steps}",
+            *(f"{1e6 * t:.1f} ({c / t:.0%})" for t, c in zip(times, copies, strict=True)),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+        totals = [
+            total + case.layers * seconds
+            for total, seconds in zip(totals, (*times, *copies), strict=True)
+        ]
+    pairs = zip(totals[: len(KERNELS)], totals[len(KERNELS) :], strict=True)
+    sums = [f"{1e6 * t:.0f} ({c / t:.0%})" for t, c in pairs]
+    lines.append(f"| all layers {'| ' * 9}{' | '.join(sums)} |")
+    return lines
+
+
+HEAD = (
+    "| layers | kernel, values a load | threads | tiles x segments | waves | KB a block reads "
+    "| loads a thread | KB of partials, last block | its steps | "
+    + " | ".join(f"{kernel.name}, us" for kernel in KERNELS)
+    + " |"
+)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_plans", description=__doc__)
+    parser.add_argument("--images", type=int, nargs="+", default=(32, 64, 256))
+    parser.add_argument("--multiprocessors", type=int, nargs="+", default=(132, 40))
+    parser.add_argument("--dtypes", nargs="+", default=("float32", "bfloat16"), choices=DTYPES)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        library = build(Path(folder))
+        print("A model, not a measurement. In parentheses: the share of a copy's speed.")
+        for multiprocessors in args.multiprocessors:
+            for images in args.images:
+                for dtype in args.dtypes:
+                    for layout in LAYOUTS:
+                        title = (
+                            f"{images} images, {dtype}, {layout}, {multiprocessors} multiprocessors"
+                        )
+                        print(f"\n## ResNet-50, {title}\n\n{HEAD}\n|{' --- |' * HEAD.count('| ')}")
+                        cases = resnet50(images, dtype, layout)
+                        print("\n".join(net_lines(library, cases, multiprocessors)))
+
+
+if __name__ == "__main__":
+    main()
