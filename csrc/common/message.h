@@ -42,15 +42,21 @@ struct Expectation {
 
 enum class Verdict { kSound, kWithdrawn, kDisagreement };
 
-// A rank that withdraws from a pass sends a count of NaN.
-SYNCBN_HOST_DEVICE inline Verdict read_verdict(const double* totals, int64_t channels,
-                                               const Expectation& expectation) {
-  const double count = totals[2 * channels];
+// A rank that withdraws from a pass sends a count of NaN. `tag_sum` is looked at where one is
+// expected.
+SYNCBN_HOST_DEVICE inline Verdict judge_sums(double count, double tag_sum,
+                                             const Expectation& expectation) {
   if (count != count) {
     return Verdict::kWithdrawn;
   }
-  const bool agree = !expectation.present || totals[2 * channels + 1] == expectation.tag_sum;
+  const bool agree = !expectation.present || tag_sum == expectation.tag_sum;
   return agree ? Verdict::kSound : Verdict::kDisagreement;
+}
+
+SYNCBN_HOST_DEVICE inline Verdict read_verdict(const double* totals, int64_t channels,
+                                               const Expectation& expectation) {
+  const double tag_sum = expectation.present ? totals[2 * channels + 1] : 0;
+  return judge_sums(totals[2 * channels], tag_sum, expectation);
 }
 
 struct Sums {

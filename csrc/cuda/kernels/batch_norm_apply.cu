@@ -25,41 +25,82 @@ struct PrepareNormalize {
   double* invstd;
   double* count;
 
-  template <typename A>
-  __device__ Normalize<double> formula(int64_t channel, bool first) const {
-    const Verdict verdict = read_verdict(totals, channels, judge.expectation);
-    const double group_count = verdict == Verdict::kSound ? totals[2 * channels] : NAN;
-    const Moments<double> batch =
-        from_sums({totals[channel], totals[channels + channel]}, group_count);
-    const double inverse = 1 / sqrt(batch.variance() + eps);
+  struct Operands {
+    Sums sums;
+    double count;
+    double tag_sum;
+    uint64_t weight;
+    uint64_t bias;
+    uint64_t running_mean;
+    uint64_t running_var;
+    int64_t num_batches_tracked;
+  };
+
+  __device__ Operands load(int64_t channel, bool first) const {
+    Operands operands{};
+    operands.sums = {totals[channel], totals[channels + channel]};
+    operands.count = totals[2 * channels];
+    operands.tag_sum = judge.expectation.present ? totals[2 * channels + 1] : 0;
+    operands.weight = load_bits(weight, channel);
+    operands.bias = load_bits(bias, channel);
     if (first) {
-      mean[channel] = batch.mean;
-      invstd[channel] = inverse;
-      if (channel == 0) {
-        *count = batch.count;
-        judge.write(verdict);
-      }
-      if (batch.count > 0) {  // neither an empty group nor a pass that is not sound
-        move_running(channel, batch);
+      operands.running_mean = load_bits(running.mean, channel);
+      operands.running_var = load_bits(running.var, channel);
+      if (running.cumulative || (channel == 0 && running.num_batches_tracked != nullptr)) {
+        operands.num_batches_tracked = *running.num_batches_tracked;
       }
     }
-    return normalize_constants(batch.mean, static_cast<A>(batch.mean), inverse,
-                               load_channel(weight, channel, 1), load_channel(bias, channel, 0));
+    return operands;
   }
 
-  __device__ void move_running(int64_t channel, const Moments<double>& batch) const {
+  template <typename A>
+  __device__ Normalize<double> formula(const Operands& operands) const {
+    const Moments<double> batch = moments(operands);
+    return normalize_constants(batch.mean, static_cast<A>(batch.mean), inverse(batch),
+                               decode(weight, operands.weight, 1), decode(bias, operands.bias, 0));
+  }
+
+  __device__ void finish(const Operands& operands, int64_t channel) const {
+    const Moments<double> batch = moments(operands);
+    mean[channel] = batch.mean;
+    invstd[channel] = inverse(batch);
+    if (channel == 0) {
+      *count = batch.count;
+      judge.write(verdict(operands));
+    }
+    if (batch.count > 0) {  // neither an empty group nor a pass that is not sound
+      move_running(operands, channel, batch);
+    }
+  }
+
+ private:
+  __device__ Verdict verdict(const Operands& operands) const {
+    return judge_sums(operands.count, operands.tag_sum, judge.expectation);
+  }
+
+  __device__ Moments<double> moments(const Operands& operands) const {
+    const bool sound = verdict(operands) == Verdict::kSound;
+    return from_sums(operands.sums, sound ? operands.count : NAN);
+  }
+
+  __device__ double inverse(const Moments<double>& batch) const {
+    return 1 / sqrt(batch.variance() + eps);
+  }
+
+  __device__ void move_running(const Operands& operands, int64_t channel,
+                               const Moments<double>& batch) const {
     // A cumulative average needs the new counter in all blocks: another kernel has counted.
     double factor = running.momentum;
     if (running.cumulative) {
-      factor = 1 / static_cast<double>(*running.num_batches_tracked);
+      factor = 1 / static_cast<double>(operands.num_batches_tracked);
     } else if (channel == 0 && running.num_batches_tracked != nullptr) {
-      *running.num_batches_tracked += 1;
+      *running.num_batches_tracked = operands.num_batches_tracked + 1;
     }
     if (running.mean.data == nullptr) {
       return;
     }
-    double new_mean = load_channel(running.mean, channel, 0);
-    double new_var = load_channel(running.var, channel, 0);
+    double new_mean = decode(running.mean, operands.running_mean, 0);
+    double new_var = decode(running.var, operands.running_var, 0);
     update_running(new_mean, new_var, batch, factor, largest_finite(running.mean.dtype),
                    largest_finite(running.var.dtype));
     store_channel(running.mean, channel, new_mean);

@@ -17,21 +17,52 @@ struct PrepareGradInput {
   const double* count;
   int64_t channels;
 
-  template <typename A>
-  __device__ GradInput<double> formula(int64_t channel, bool first) const {
-    double group_count = *count < 1 ? 1 : *count;
+  struct Operands {
+    double mean;
+    double invstd;
+    uint64_t weight;
+    double sum_dy;
+    double sum_dy_xhat;
+    double count;
+    double withdrawn;  // NaN if a rank has
+    double tag_sum;
+  };
+
+  __device__ Operands load(int64_t channel, bool) const {
+    Operands operands{};
+    operands.mean = mean[channel];
+    operands.invstd = invstd[channel];
+    operands.weight = load_bits(weight, channel);
+    operands.sum_dy = sums[channel];
+    operands.sum_dy_xhat = sums[channels + channel];
+    operands.count = *count;
     if (judge.expectation.present) {
-      const Verdict verdict = read_verdict(sums, channels, judge.expectation);
-      if (verdict != Verdict::kSound) {
-        group_count = NAN;
-      }
-      if (first && channel == 0) {
-        judge.write(verdict);
-      }
+      operands.withdrawn = sums[2 * channels];
+      operands.tag_sum = sums[2 * channels + 1];
     }
-    return grad_input_constants(mean[channel], static_cast<A>(mean[channel]), invstd[channel],
-                                load_channel(weight, channel, 1), sums[channel],
-                                sums[channels + channel], group_count);
+    return operands;
+  }
+
+  template <typename A>
+  __device__ GradInput<double> formula(const Operands& operands) const {
+    double group_count = operands.count < 1 ? 1 : operands.count;
+    if (verdict(operands) != Verdict::kSound) {
+      group_count = NAN;
+    }
+    return grad_input_constants(operands.mean, static_cast<A>(operands.mean), operands.invstd,
+                                decode(weight, operands.weight, 1), operands.sum_dy,
+                                operands.sum_dy_xhat, group_count);
+  }
+
+  __device__ void finish(const Operands& operands, int64_t channel) const {
+    if (channel == 0) {
+      judge.write(verdict(operands));
+    }
+  }
+
+ private:
+  __device__ Verdict verdict(const Operands& operands) const {
+    return judge_sums(operands.withdrawn, operands.tag_sum, judge.expectation);
   }
 };
 

@@ -2,26 +2,51 @@
 // are touched once for each channel and block.
 #pragma once
 
+#include <cstring>
+
 #include "device.h"
 #include "operators.h"
 
 namespace syncbn::cuda {
 
-__device__ inline double load_channel(const ChannelVector& vector, int64_t channel,
-                                      double if_none) {
+// The bits of a value, which a thread need not wait for until it decodes them.
+__device__ inline uint64_t load_bits(const ChannelVector& vector, int64_t channel) {
   if (vector.data == nullptr) {
-    return if_none;
+    return 0;
   }
   const int64_t i = channel * vector.stride;
   switch (vector.dtype) {
     case DType::kHalf:
-      return __half2float(static_cast<const __half*>(vector.data)[i]);
     case DType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(vector.data)[i]);
+      return static_cast<const uint16_t*>(vector.data)[i];
     case DType::kFloat:
-      return static_cast<const float*>(vector.data)[i];
+      return static_cast<const uint32_t*>(vector.data)[i];
     default:
-      return static_cast<const double*>(vector.data)[i];
+      return static_cast<const uint64_t*>(vector.data)[i];
+  }
+}
+
+template <typename T, typename Bits>
+__device__ inline T from_bits(Bits bits) {
+  static_assert(sizeof(T) == sizeof(Bits));
+  T value;
+  memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
+__device__ inline double decode(const ChannelVector& vector, uint64_t bits, double if_none) {
+  if (vector.data == nullptr) {
+    return if_none;
+  }
+  switch (vector.dtype) {
+    case DType::kHalf:
+      return __half2float(from_bits<__half>(static_cast<uint16_t>(bits)));
+    case DType::kBFloat16:
+      return __bfloat162float(from_bits<__nv_bfloat16>(static_cast<uint16_t>(bits)));
+    case DType::kFloat:
+      return from_bits<float>(static_cast<uint32_t>(bits));
+    default:
+      return from_bits<double>(bits);
   }
 }
 

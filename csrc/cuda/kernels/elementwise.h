@@ -1,12 +1,14 @@
 // Element-wise kernels, which compute each value from those at the same position of some tensors by
 // a Formula of common/formulas.h. Each tensor is read or written once.
 //
-// prepare.formula<A>(channel, first) returns the constants of a channel. One thread of a block
-// calls it for each of the block's channels, with `first` in one block of those that have the
-// channel.
+// One thread of a block prepares each of the block's channels, in three steps between which nothing
+// waits: prepare.load(channel, first) loads all that is needed, formula<A>(operands) returns the
+// constants, and finish(operands, channel) writes results of the channel, in the first of the
+// blocks that have it.
 //
 // A block goes downwards through its segment, whose end the reduction before it has read last: what
-// is still in the L2 cache comes first. Its first loads are on their way while it prepares.
+// is still in the L2 cache comes first. Its first loads are on their way while it prepares, but
+// behind those of the operands.
 #pragma once
 
 #include "device.h"
@@ -66,14 +68,23 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
       }
     }
   };
-  load_rows();
 
-  const int64_t first_channel = blockIdx.x * matrix.tile_channels;
   const int thread = thread_index();
-  if (thread < matrix.tile_channels && first_channel + thread < matrix.channels) {
-    memory.put(thread, prepare.template formula<A>(first_channel + thread, blockIdx.y == 0));
+  const int64_t prepared = blockIdx.x * matrix.tile_channels + thread;
+  const bool prepares = thread < matrix.tile_channels && prepared < matrix.channels;
+  const bool is_first = blockIdx.y == 0;
+  typename Prepare::Operands operands;
+  if (prepares) {
+    operands = prepare.load(prepared, is_first);
+  }
+  load_rows();
+  if (prepares) {
+    memory.put(thread, prepare.template formula<A>(operands));
   }
   __syncthreads();
+  if (prepares && is_first) {
+    prepare.finish(operands, prepared);
+  }
   if (row < 0) {
     return;  // without a channel, too, whose constants would be read
   }
@@ -138,12 +149,21 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
       }
     }
   };
-  load_slots();
 
-  if (threadIdx.x == 0 && channel < planar.channels) {
-    memory.put(threadIdx.y, prepare.template formula<A>(channel, blockIdx.y == 0));
+  const bool prepares = threadIdx.x == 0 && channel < planar.channels;
+  const bool is_first = blockIdx.y == 0;
+  typename Prepare::Operands operands;
+  if (prepares) {
+    operands = prepare.load(channel, is_first);
+  }
+  load_slots();
+  if (prepares) {
+    memory.put(threadIdx.y, prepare.template formula<A>(operands));
   }
   __syncthreads();
+  if (prepares && is_first) {
+    prepare.finish(operands, channel);
+  }
   if (at < 0) {
     return;  // without a channel, too, whose constants would be read
   }
