@@ -72,17 +72,11 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   const int rows = channel < matrix.channels ? matrix.num_rows() : 0;
   const int step = blockDim.y;
   const int64_t stride = step * matrix.channels;
-  int64_t next = (matrix.first_row() + threadIdx.y) * matrix.channels + channel;
-  A center[kVector];
-#pragma unroll
-  for (int v = 0; v < kVector; ++v) {
-    center[v] = rows > 0 ? static_cast<A>(out.mean[channel + v]) : 0;
-  }
-
-  State state;
-  for (int row = threadIdx.y; row < rows; row += kPairs * step) {
-    Vector<T, kVector> dy[kPairs];
-    Vector<T, kVector> x[kPairs];
+  int row = threadIdx.y;
+  int64_t next = (matrix.first_row() + row) * matrix.channels + channel;
+  Vector<T, kVector> dy[kPairs];
+  Vector<T, kVector> x[kPairs];
+  const auto load_rows = [&]() {
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
       if (row + k * step < rows) {
@@ -91,6 +85,22 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
       }
       next += stride;
     }
+  };
+  // The means are waited for behind the first rows.
+  double mean[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    mean[v] = rows > 0 ? out.mean[channel + v] : 0;
+  }
+  load_rows();
+  A center[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    center[v] = static_cast<A>(mean[v]);
+  }
+
+  State state;
+  while (row < rows) {
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
       if (row + k * step < rows) {
@@ -101,6 +111,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
         }
       }
     }
+    row += kPairs * step;
+    load_rows();
   }
 
   merge_members(memory, state, threadIdx.y, blockDim.y, threadIdx.x, blockDim.x);
@@ -124,16 +136,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int slots = channel < planar.channels ? planar.num_slots() : 0;
-  const A center = slots > 0 ? static_cast<A>(out.mean[channel]) : 0;
-
-  State state;
   const int step = blockDim.x;
-  SlotWalk<kVector, kAligned, Direction::kUp> walk(planar, channel,
-                                                   planar.first_slot() + threadIdx.x);
-  for (int at = threadIdx.x; at < slots; at += kPairs * step) {
-    Vector<T, kVector> dy[kPairs];
-    Vector<T, kVector> x[kPairs];
-    Slot slot[kPairs];
+  int at = threadIdx.x;
+  Vector<T, kVector> dy[kPairs];
+  Vector<T, kVector> x[kPairs];
+  Slot slot[kPairs];
+  SlotWalk<kVector, kAligned, Direction::kUp> walk(planar, channel, planar.first_slot() + at);
+  const auto load_slots = [&]() {
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
       slot[k] = {};
@@ -144,6 +153,14 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
         walk.advance();
       }
     }
+  };
+  // The mean is waited for behind the first slots.
+  const double mean = slots > 0 ? out.mean[channel] : 0;
+  load_slots();
+  const A center = static_cast<A>(mean);
+
+  State state;
+  while (at < slots) {
 #pragma unroll
     for (int k = 0; k < kPairs; ++k) {
       State chunk;
@@ -156,6 +173,8 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
       }
       state.merge(chunk);
     }
+    at += kPairs * step;
+    load_slots();
   }
 
   merge_members(memory, state, threadIdx.x, blockDim.x, threadIdx.y, blockDim.y);
