@@ -17,7 +17,7 @@ extern "C" bool find_plan(const int64_t* sizes, const int64_t* strides, int64_t 
     return false;
   }
   const Plan plan = make_plan(*geometry, static_cast<DType>(dtype), {nullptr}, multiprocessors);
-  const bool matrix = geometry->is_matrix();
+  const bool matrix = plan.is_matrix;
   const auto channels = static_cast<int>(std::min(plan.tile_channels, geometry->channels));
   const int threads = plan.block_x * plan.block_y;
   const int64_t values[] = {matrix,

@@ -34,7 +34,10 @@ CUDA_SHAPES = [
     (40, 300),  # more vectors of channels than a tile
     (5, 3, 7, 7),
     (21, 2, 28, 28),  # planes of whole vectors
-    (900, 2, 3),  # planes shorter than a vector
+    (900, 3, 3),  # planes shorter than a vector
+    (2100, 8, 3),  # planes that together have whole vectors: whole and split
+    (70, 24, 7, 7),
+    (70, 18, 2, 2),  # fewer of them in the last tile, in 16 bits
     (2, 1025, 2),  # many channels of few values
     (20, 1, 1033),  # one channel, split
 ]
@@ -213,12 +216,14 @@ def test_cases_reach_every_kernel(library):
                     x = placed(to_layout(torch.empty(shape, dtype=dtype), layout), offset)
                     for multiprocessors in MULTIPROCESSORS:
                         plan = Device(library, multiprocessors, "forward").plan(x)
-                        kernel = (plan["matrix"], plan["vector"], plan["aligned"])
+                        planes = plan["matrix"] and plan["values"] > 1
+                        kernel = (plan["matrix"] + planes, plan["vector"], plan["aligned"])
                         reached.add((dtype, *kernel, plan["splits"] > 1))
     expected = set()
     for dtype in DTYPES:
         widest = 16 // dtype.itemsize
         kernels = {(1, 1, 1), (1, widest, 1), (0, 1, 1), (0, widest, 1), (0, widest, 0)}
+        kernels.add((2, widest, 1))  # planes as columns
         if dtype.itemsize == 2:
             kernels.add((1, 2, 1))
         expected |= {(dtype, *kernel, split) for kernel in kernels for split in (True, False)}
@@ -237,9 +242,9 @@ def test_huge_tensors_keep_to_the_limits_of_a_grid(library, shape, dtype, multip
     plan = Device(library, multiprocessors, "forward").plan(x)
     assert plan["tiles"] < 2**31 and plan["splits"] < 2**16
     assert plan["block_x"] * plan["block_y"] <= 256
-    values = plan["segment"] * (1 if plan["matrix"] else plan["vector"])
-    assert values <= 2**24  # which a float counts exactly
-    assert values * plan["splits"] >= x.numel() / x.size(1)
+    # A float counts them exactly: of a column of a matrix, or of a channel.
+    assert plan["segment"] * (1 if plan["matrix"] else plan["vector"]) <= 2**24
+    assert plan["segment"] * plan["values"] * plan["splits"] >= x.numel() / x.size(1)
 
 
 @pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())

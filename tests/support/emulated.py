@@ -30,7 +30,8 @@ SANITIZED = ["-O1", "-fsanitize=address"]  # finds accesses outside of allocatio
 
 ORDERS = ["forward", "reverse", "shuffled"]  # of blocks and threads
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # as in DType
-PLAN = ["matrix", "vector", "aligned", "block_x", "block_y", "tiles", "splits", "segment"]
+# The segment counts rows or slots, in which a channel has so many values.
+PLAN = ["matrix", "vector", "aligned", "block_x", "block_y", "tiles", "splits", "segment", "values"]
 MARGIN_BYTES = 64
 
 # Under AddressSanitizer the tests run one order on one device: they are there for the accesses.

@@ -43,10 +43,11 @@ struct GradOutputs {
 };
 
 template <typename A, typename Memory>
-__device__ void finish_sums(Memory& memory, int64_t channels, int64_t tile_channels,
+__device__ void finish_sums(Memory& memory, int64_t channels, int64_t tile_channels, int terms,
                             const GradOutputs& out) {
-  finish_reduction(memory, channels, tile_channels, out.workspace,
-                   [&](int64_t channel, double dy, double dy_deviation) {
+  finish_reduction(memory, channels, tile_channels, terms, out.workspace,
+                   [&](int64_t channel, const TwoSums& sums) {
+                     const auto& [dy, dy_deviation] = sums;
                      const double center = static_cast<A>(out.mean[channel]);
                      const double dy_xhat =
                          (dy_deviation - (out.mean[channel] - center) * dy) * out.invstd[channel];
@@ -68,12 +69,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   using State = GradSums<A, kVector>;
   auto& memory = shared_memory<ReductionMemory<A, State>>();
 
-  const int64_t channel = matrix.channel<kVector>();
-  const int rows = channel < matrix.channels ? matrix.num_rows() : 0;
+  const int64_t column = matrix.column<kVector>();
+  const int rows = column < matrix.columns ? matrix.num_rows() : 0;
   const int step = blockDim.y;
-  const int64_t stride = step * matrix.channels;
+  const int64_t stride = step * matrix.columns;
   int row = threadIdx.y;
-  int64_t next = (matrix.first_row() + row) * matrix.channels + channel;
+  int64_t next = (matrix.first_row() + row) * matrix.columns + column;
   Vector<T, kVector> dy[kPairs];
   Vector<T, kVector> x[kPairs];
   const auto load_rows = [&]() {
@@ -88,10 +89,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   };
   // The means are waited for behind the first rows.
   double mean[kVector];
-#pragma unroll
-  for (int v = 0; v < kVector; ++v) {
-    mean[v] = rows > 0 ? out.mean[channel + v] : 0;
-  }
+  matrix.for_each_column<kVector>([&](int v, int channel) {
+    mean[v] = rows > 0 ? out.mean[blockIdx.x * matrix.tile_channels + channel] : 0;
+  });
   load_rows();
   A center[kVector];
 #pragma unroll
@@ -119,11 +119,10 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   if (threadIdx.y == 0) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      memory.first[threadIdx.x * kVector + v] = state.dy[v];
-      memory.second[threadIdx.x * kVector + v] = state.dy_deviation[v];
+      memory.terms[matrix.tile_column<kVector>() + v] = {state.dy[v], state.dy_deviation[v]};
     }
   }
-  finish_sums<A>(memory, matrix.channels, matrix.tile_channels, out);
+  finish_sums<A>(memory, matrix.channels, matrix.tile_channels, matrix.columns_of_channel, out);
 }
 
 template <typename T, int kVector, bool kAligned>
@@ -179,10 +178,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 
   merge_members(memory, state, threadIdx.x, blockDim.x, threadIdx.y, blockDim.y);
   if (threadIdx.x == 0) {
-    memory.first[threadIdx.y] = state.dy[0];
-    memory.second[threadIdx.y] = state.dy_deviation[0];
+    memory.terms[threadIdx.y] = {state.dy[0], state.dy_deviation[0]};
   }
-  finish_sums<A>(memory, planar.channels, blockDim.y, out);
+  finish_sums<A>(memory, planar.channels, blockDim.y, /*terms=*/1, out);
 }
 
 }  // namespace

@@ -71,13 +71,12 @@ __device__ void merge_moments(Memory& memory, ChannelMoments<A, kChannels>& stat
   merge_members(memory, state, member, members, group, groups);
 }
 
-// Writes a block's moments of one channel as the two sums of the message.
+// Writes a block's moments of one term as the two sums of the message.
 template <typename Memory, typename A>
-__device__ void put_sums(Memory& memory, int channel, double pivot, A count, A mean, A m2) {
+__device__ void put_sums(Memory& memory, int term, double pivot, A count, A mean, A m2) {
   const Sums sums = to_sums(
       {static_cast<double>(count), pivot + static_cast<double>(mean), static_cast<double>(m2)});
-  memory.first[channel] = sums.values;
-  memory.second[channel] = sums.squares;
+  memory.terms[term] = {sums.values, sums.squares};
 }
 
 struct Output {
@@ -87,12 +86,12 @@ struct Output {
 };
 
 template <typename Memory>
-__device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_channels,
+__device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_channels, int terms,
                                double count, const Output& out) {
-  finish_reduction(memory, channels, tile_channels, out.workspace,
-                   [=](int64_t channel, double sum, double sum_of_squares) {
-                     out.message[channel] = sum;
-                     out.message[channels + channel] = sum_of_squares;
+  finish_reduction(memory, channels, tile_channels, terms, out.workspace,
+                   [=](int64_t channel, const TwoSums& sums) {
+                     out.message[channel] = sums.first;
+                     out.message[channels + channel] = sums.second;
                      if (channel == 0) {
                        write_end(out.message, channels, count, out.announcement);
                      }
@@ -172,14 +171,14 @@ __device__ __forceinline__ void consume_slots(ChannelMoments<A, 1>& state,
 
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, Output out) {
+    stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, double count, Output out) {
   using A = compute_t<T>;
   using State = ChannelMoments<A, kVector>;
   auto& memory = shared_memory<ReductionMemory<A, State>>();
 
-  const int64_t channel = matrix.channel<kVector>();
-  const int rows = channel < matrix.channels ? matrix.num_rows() : 0;
-  const T* const first = input + matrix.first_row() * matrix.channels + channel;
+  const int64_t column = matrix.column<kVector>();
+  const int rows = column < matrix.columns ? matrix.num_rows() : 0;
+  const T* const first = input + matrix.first_row() * matrix.columns + column;
   A pivot[kVector] = {};
   if (kPivoted<T> && rows > 0) {
     const auto values = load<kVector, Reuse::kSoon>(first);
@@ -191,23 +190,23 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 
   State state;
   const int step = blockDim.y;
-  const int64_t stride = step * matrix.channels;
-  const T* next = first + threadIdx.y * matrix.channels;
+  const int64_t stride = step * matrix.columns;
+  const T* next = first + threadIdx.y * matrix.columns;
   for (int row = threadIdx.y; row < rows; row += kUnroll * step) {
     Vector<T, kVector> values[kUnroll];
-    int count = 0;
+    int loaded = 0;
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
       if (row + k * step < rows) {
         values[k] = load<kVector, Reuse::kSoon>(next);
-        count = k + 1;
+        loaded = k + 1;
       }
       next += stride;
     }
-    if (count == kUnroll) {
-      consume_rows<Chunk::kFull>(state, values, count, pivot);
+    if (loaded == kUnroll) {
+      consume_rows<Chunk::kFull>(state, values, loaded, pivot);
     } else {
-      consume_rows<Chunk::kPartial>(state, values, count, pivot);
+      consume_rows<Chunk::kPartial>(state, values, loaded, pivot);
     }
   }
 
@@ -221,11 +220,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   if (threadIdx.y == 0) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      put_sums(memory, threadIdx.x * kVector + v, full_pivot[v], state.count, state.mean[v],
+      put_sums(memory, matrix.tile_column<kVector>() + v, full_pivot[v], state.count, state.mean[v],
                state.m2[v]);
     }
   }
-  finish_message(memory, matrix.channels, matrix.tile_channels, matrix.rows, out);
+  finish_message(memory, matrix.channels, matrix.tile_channels, matrix.columns_of_channel, count,
+                 out);
 }
 
 template <typename T, int kVector, bool kAligned>
@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   if (threadIdx.x == 0) {
     put_sums(memory, threadIdx.y, full_pivot[0], state.count, state.mean[0], state.m2[0]);
   }
-  finish_message(memory, planar.channels, blockDim.y, count, out);
+  finish_message(memory, planar.channels, blockDim.y, /*terms=*/1, count, out);
 }
 
 }  // namespace
@@ -284,6 +284,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
                              Announcement announcement, Workspace workspace) {
   const Output out{message, announcement, workspace};
+  const auto count = static_cast<double>(plan.geometry.per_channel());
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
   dispatch_plan(
@@ -293,7 +294,8 @@ void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, 
         constexpr int kVector = vector;
         using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, kVector>>;
         launch(stats_matrix_kernel<T, kVector>, grid, block, sizeof(Memory),
-               static_cast<cudaStream_t>(stream), Matrix(plan), static_cast<const T*>(input), out);
+               static_cast<cudaStream_t>(stream), Matrix(plan), static_cast<const T*>(input), count,
+               out);
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
@@ -301,7 +303,7 @@ void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, 
         using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, 1>>;
         launch(stats_planar_kernel<T, kVector, aligned>, grid, block, sizeof(Memory),
                static_cast<cudaStream_t>(stream), Planar(plan, input), static_cast<const T*>(input),
-               static_cast<double>(plan.geometry.per_channel()), out);
+               count, out);
       });
 }
 

@@ -30,7 +30,7 @@ void dispatch_plan(const Plan& plan, const MatrixFunction& matrix, const PlanarF
   dispatch_dtype(plan.dtype, [&](auto type) {
     constexpr int kSize = sizeof(typename decltype(type)::type);
     constexpr int kWidest = kVectorBytes / kSize;
-    if (plan.geometry.is_matrix()) {
+    if (plan.is_matrix) {
       if (plan.vector == kWidest) {
         matrix(type, IntTag<kWidest>{});
       } else if (plan.vector == 1) {

@@ -50,12 +50,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   constexpr int kSteps = kUnroll / kInputs;
   auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
-  const int64_t channel = matrix.channel<kVector>();
-  const int rows = channel < matrix.channels ? matrix.num_rows() : 0;
+  const int64_t column = matrix.column<kVector>();
+  const int rows = column < matrix.columns ? matrix.num_rows() : 0;
   const int step = blockDim.y;
-  const int64_t stride = step * matrix.channels;
+  const int64_t stride = step * matrix.columns;
   int row = rows - 1 - static_cast<int>(threadIdx.y);
-  int64_t offset = (matrix.first_row() + row) * matrix.channels + channel;
+  int64_t offset = (matrix.first_row() + row) * matrix.columns + column;
   Vector<T, kVector> values[kInputs][kSteps];
   const auto load_rows = [&]() {
 #pragma unroll
@@ -89,10 +89,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     return;  // without a channel, too, whose constants would be read
   }
   Formula<A> formulas[kVector];
-#pragma unroll
-  for (int v = 0; v < kVector; ++v) {
-    formulas[v] = memory.get(threadIdx.x * kVector + v);
-  }
+  matrix.for_each_column<kVector>([&](int v, int channel) { formulas[v] = memory.get(channel); });
 
   do {
 #pragma unroll

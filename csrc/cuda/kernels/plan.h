@@ -4,8 +4,10 @@
 //
 // A block owns a tile of channels and a segment of their values.
 //
-// Matrix (rows, C): a thread owns `vector` neighboring channels, blockDim.x threads make a tile,
-// blockDim.y threads share its rows; the segment counts rows.
+// Matrix (rows, columns): a thread owns `vector` neighboring columns, blockDim.x threads make a
+// tile of whole channels, blockDim.y threads share its rows; the segment counts rows. Columns are
+// channels, or the values of small planes (outer, C * inner), of which vectors of each for itself
+// would be narrow or unaligned: a few planes together have whole vectors.
 //
 // Planar (outer, C, inner): blockDim.x threads share a channel, blockDim.y channels are a tile; the
 // segment counts slots, aligned vectors that a plane lies in. In an unaligned plane the first and
@@ -15,6 +17,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <numeric>
 
 #include "../../common/dtype.h"
 #include "../../common/geometry.h"
@@ -40,12 +43,16 @@ constexpr int kBlocks = 2;
 // Partial sums of a channel that a thread has in flight, of both kinds.
 constexpr int kPartialLoads = 8;
 
+// Columns of a matrix in a block.
+constexpr int kMaxTerms = 512;
+
 // Values of a channel in a block: a float counts them exactly, and 32 bits index them.
 constexpr int64_t kLongestSegment = 1 << 24;
 
 struct Plan {
   Geometry geometry;
   DType dtype;
+  bool is_matrix;
   int vector;              // values that a thread loads at once
   bool aligned;            // false: planar, with values of other planes in first and last slots
   int64_t slots_in_plane;  // planar
@@ -105,29 +112,51 @@ inline int next_power_of_two(int64_t value, int lowest, int highest) {
   return power;
 }
 
-inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
-  const int64_t channels = plan.geometry.channels;
-  plan.vector = 1;
+// The widest vectors of whole columns.
+inline int columns_at_once(int64_t columns, DType dtype, int alignment) {
   for (const int bytes : {kVectorBytes, 4}) {
-    const int vector = bytes / size_of(plan.dtype);
-    if (vector > 1 && channels % vector == 0 && alignment % bytes == 0) {
-      plan.vector = vector;
-      break;
+    const int vector = bytes / size_of(dtype);
+    if (vector > 1 && columns % vector == 0 && alignment % bytes == 0) {
+      return vector;
     }
   }
+  return 1;
+}
+
+// Channels whose planes together have whole vectors.
+inline int64_t channels_of_vectors(int64_t inner, int vector) {
+  return vector / std::gcd(inner, int64_t{vector});
+}
+
+inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
+  const int64_t inner = plan.geometry.inner;
+  const int64_t columns = plan.geometry.channels * inner;
+  plan.is_matrix = true;
   plan.aligned = true;
-  const int64_t vectors = channels / plan.vector;
+  plan.vector = columns_at_once(columns, plan.dtype, alignment);
+  const int64_t group = channels_of_vectors(inner, plan.vector);
+  const int64_t group_vectors = group * inner / plan.vector;
+  const int64_t groups = ceil_div(plan.geometry.channels, group);
   const int vector_bytes = plan.vector * size_of(plan.dtype);
   for (int row_bytes = kRowBytes; row_bytes >= kRowBytes / 2; row_bytes /= 2) {
-    plan.tiles = ceil_div(vectors, std::min(kWarp, row_bytes / vector_bytes));
-    plan.block_x = static_cast<int>(ceil_div(vectors, plan.tiles));
+    const int64_t row_vectors = std::min(kWarp, row_bytes / vector_bytes);
+    plan.tiles = ceil_div(groups, ceil_div(row_vectors, group_vectors));
+    const int64_t tile_groups = ceil_div(groups, plan.tiles);
+    plan.block_x = static_cast<int>(tile_groups * group_vectors);
     plan.block_y = kMaxThreads / plan.block_x;
-    plan.tile_channels = plan.block_x * plan.vector;
+    plan.tile_channels = tile_groups * group;
     split_segments(plan, plan.geometry.outer, plan.block_y * kUnroll, kLongestSegment, resident);
     if (plan.num_partials() * size_of(DType::kDouble) <= kMostPartialBytes * plan.tiles) {
       break;
     }
   }
+}
+
+// Returns whether planes are so small that a few of them make the columns of a tile.
+inline bool are_columns(const Geometry& geometry, int widest, int alignment) {
+  const int64_t columns = channels_of_vectors(geometry.inner, widest) * geometry.inner;
+  return columns <= kMaxTerms && geometry.channels * geometry.inner % widest == 0 &&
+         alignment % kVectorBytes == 0;
 }
 
 inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resident) {
@@ -138,6 +167,8 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   plan.vector = widest;
   if (inner % widest == 0 && alignment % kVectorBytes == 0) {
     plan.slots_in_plane = inner / widest;
+  } else if (are_columns(plan.geometry, widest, alignment)) {
+    return plan_matrix(plan, alignment, resident);
   } else if (inner >= 2 * widest && same_phase) {
     plan.aligned = false;
     plan.slots_in_plane = (inner + 2 * widest - 2) / widest;  // wherever the plane begins

@@ -1,9 +1,12 @@
 // The reduction of what a block's threads have to two sums per channel over all blocks.
 //
-// Within a block threads merge pairwise, through shared memory. If a tile of channels is split over
-// blocks, each writes its sums to the workspace, and the block that finishes last, as an integer
-// counter tells, adds all of them up. Every order is fixed, so the bits are the same on each run;
-// and atomicInc leaves the counter at zero for the next launch.
+// Within a block threads merge pairwise, through shared memory, to two sums for each of its terms:
+// a channel has one or, where the columns of a matrix are values of a plane, several. If a tile of
+// channels is split over blocks, each writes the sums of its channels to the workspace, and the
+// block that finishes last, as an integer counter tells, adds all of them up. Every order is fixed,
+// so the bits are the same on each run; and atomicInc leaves the counter at zero for the next
+// launch. Launches that share counters must not overlap, as those of one stream do not:
+// programmatic dependent launch would break that.
 #pragma once
 
 #include "device.h"
@@ -11,12 +14,22 @@
 
 namespace syncbn::cuda {
 
+struct TwoSums {
+  double first = 0;
+  double second = 0;
+
+  __device__ __forceinline__ void add(const TwoSums& other) {
+    first += other.first;
+    second += other.second;
+  }
+};
+
 // State is a struct of values of type A alone.
 template <typename A, typename State>
 struct ReductionMemory {
   static constexpr int kWords = sizeof(State) / sizeof(A);
-  double first[kMaxThreads];
-  double second[kMaxThreads];
+  TwoSums terms[kMaxTerms];  // of the block's channels, those of a channel next to each other
+  TwoSums sums[kMaxThreads];
   A exchange[kWords][kMaxThreads];
   bool is_last;
 };
@@ -51,11 +64,48 @@ __device__ void merge_members(ReductionMemory<A, State>& memory, State& state, i
   }
 }
 
-// Calls write(channel, first, second) once for each channel with the sums over all blocks, in the
-// block that has them. Before it, one thread for each channel of the tile has put the block's sums
-// into memory.first and memory.second.
+// Returns the sums of load(channel, 0) to load(channel, number - 1) to thread `channel`, for each
+// of the block's first `channels`. All threads of the block call it.
+template <typename Memory, typename Load>
+__device__ TwoSums add_up(Memory& memory, int channels, int number, const Load& load) {
+  // A reader of a channel takes every readers-th, then readers add up by halves.
+  const int readers = num_readers(static_cast<int>(blockDim.x * blockDim.y), channels, number);
+  const int thread = thread_index();
+  const int reader = thread / channels;
+  const int channel = thread % channels;
+  const int end = reader < readers ? number : 0;
+  TwoSums result;
+  for (int i = reader; i < end; i += kPartialLoads * readers) {
+    TwoSums loaded[kPartialLoads];
+#pragma unroll
+    for (int k = 0; k < kPartialLoads; ++k) {
+      if (i + k * readers < number) {
+        loaded[k] = load(channel, i + k * readers);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kPartialLoads; ++k) {
+      result.add(loaded[k]);
+    }
+  }
+  if (readers > 1) {
+    memory.sums[thread] = result;
+    for (int half = readers / 2; half > 0; half /= 2) {
+      __syncthreads();
+      if (reader < half) {
+        result.add(memory.sums[thread + half * channels]);
+        memory.sums[thread] = result;
+      }
+    }
+  }
+  return result;
+}
+
+// Calls write(channel, sums) once for each channel with the sums over all blocks, in the block that
+// has them. Before it, threads have put `terms` sums for each channel of the tile into
+// memory.terms.
 template <typename Memory, typename Write>
-__device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_channels,
+__device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_channels, int terms,
                                  Workspace workspace, const Write& write) {
   const int thread = thread_index();
   const int64_t first_channel = blockIdx.x * tile_channels;
@@ -63,12 +113,14 @@ __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_
       first_channel + tile_channels < channels ? tile_channels : channels - first_channel);
   const auto splits = static_cast<int>(gridDim.y);
   __syncthreads();
+  TwoSums sums = add_up(memory, owned, terms,
+                        [&](int channel, int i) { return memory.terms[channel * terms + i]; });
   if (splits > 1) {
     double* const partials = workspace.partials + first_channel;  // [splits][2][channels]
     if (thread < owned) {
       double* const mine = partials + 2 * channels * blockIdx.y + thread;
-      mine[0] = memory.first[thread];
-      mine[channels] = memory.second[thread];
+      mine[0] = sums.first;
+      mine[channels] = sums.second;
     }
     __threadfence();
     __syncthreads();
@@ -80,43 +132,13 @@ __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_
       return;
     }
     __threadfence();
-
-    // A reader of a channel adds up every readers-th partial sum, then readers add up by halves.
-    const int readers = num_readers(static_cast<int>(blockDim.x * blockDim.y), owned, splits);
-    const int reader = thread / owned;
-    double first = 0;
-    double second = 0;
-    const int end = reader < readers ? splits : 0;
-    for (int split = reader; split < end; split += kPartialLoads * readers) {
-      double loaded[2][kPartialLoads];
-#pragma unroll
-      for (int k = 0; k < kPartialLoads; ++k) {
-        const bool exists = split + k * readers < splits;
-        const double* const theirs =
-            partials + 2 * channels * (split + k * readers) + thread % owned;
-        loaded[0][k] = exists ? theirs[0] : 0;
-        loaded[1][k] = exists ? theirs[channels] : 0;
-      }
-#pragma unroll
-      for (int k = 0; k < kPartialLoads; ++k) {
-        first += loaded[0][k];
-        second += loaded[1][k];
-      }
-    }
-    memory.first[thread] = first;
-    memory.second[thread] = second;
-    for (int half = readers / 2; half > 0; half /= 2) {
-      __syncthreads();
-      if (reader < half) {
-        first += memory.first[thread + half * owned];
-        second += memory.second[thread + half * owned];
-        memory.first[thread] = first;
-        memory.second[thread] = second;
-      }
-    }
+    sums = add_up(memory, owned, splits, [&](int channel, int split) {
+      const double* const theirs = partials + 2 * channels * split + channel;
+      return TwoSums{theirs[0], theirs[channels]};
+    });
   }
   if (thread < owned) {
-    write(first_channel + thread, memory.first[thread], memory.second[thread]);
+    write(first_channel + thread, sums);
   }
 }
 
