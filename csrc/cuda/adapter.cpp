@@ -23,8 +23,8 @@ int32_t check_cuda(const Tensor& input) {
   return input.get_device_index();
 }
 
-// Cached per device.
-int count_multiprocessors(int device) {
+// Cached per device. Its first operator also finds the counters, while nothing is captured yet.
+int count_multiprocessors(int device, void* stream) {
   static std::mutex mutex;
   static std::map<int, int> known;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -37,6 +37,7 @@ int count_multiprocessors(int device) {
     }
     SYNCBN_CHECK(error == cudaSuccess, "syncbn cannot use CUDA device ", device, ": ",
                  cudaGetErrorString(error));
+    find_counters(device, static_cast<cudaStream_t>(stream));
   }
   return number;
 }
@@ -47,7 +48,7 @@ Device::Device(const Tensor& input)
     : guard_(check_cuda(input)),
       index_(input.get_device_index()),
       stream_(current_stream(index_)),
-      multiprocessors_(count_multiprocessors(index_)) {}
+      multiprocessors_(count_multiprocessors(index_, stream_)) {}
 
 Workspace Device::make_workspace(const Plan& plan, const Tensor& input,
                                  std::vector<Tensor>& keep_alive) const {
@@ -69,7 +70,15 @@ Workspace Device::make_workspace(const Plan& plan, const Tensor& input,
   return {partials, counters};
 }
 
-ChannelVector to_channel_vector(const std::optional<Tensor>& tensor) {
+ChannelVector to_channel_input(const std::optional<Tensor>& tensor) {
+  if (!tensor.has_value()) {
+    return {};
+  }
+  void* const data = const_cast<void*>(tensor->const_data_ptr());
+  return {data, tensor->stride(0), to_dtype(tensor->scalar_type())};
+}
+
+ChannelVector to_channel_output(const std::optional<Tensor>& tensor) {
   if (!tensor.has_value()) {
     return {};
   }

@@ -29,8 +29,10 @@ class Device {
   int multiprocessors_;
 };
 
-// Needs check_channel_vector() before it.
-ChannelVector to_channel_vector(const std::optional<Tensor>& tensor);
+// Need check_channel_vector() before them. An output that shares its memory until it is written
+// gets its own; an input, which kernels do not write, keeps sharing.
+ChannelVector to_channel_input(const std::optional<Tensor>& tensor);
+ChannelVector to_channel_output(const std::optional<Tensor>& tensor);
 
 // Where kernels write a verdict: pinned memory of the host or memory of a device.
 double* to_verdict(const char* op, const std::optional<Tensor>& tensor);

@@ -27,7 +27,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   Tensor mean = allocate_vector(channels, ScalarType::Double, input);
   Tensor invstd = allocate_vector(channels, ScalarType::Double, input);
   Tensor count = allocate_vector(1, ScalarType::Double, input);
-  RunningStatistics running{to_channel_vector(running_mean), to_channel_vector(running_var)};
+  RunningStatistics running{to_channel_output(running_mean), to_channel_output(running_var)};
   if (num_batches_tracked.has_value()) {
     running.num_batches_tracked = static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
     running.cumulative = !momentum.has_value();
@@ -40,8 +40,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
       make_plan(geometry, to_dtype(input.scalar_type()), {x, y}, device.multiprocessors());
   launch_batch_norm_apply(
       plan, device.stream(), x, static_cast<const double*>(totals.const_data_ptr()),
-      Judge{expectation, to_verdict(kOp, verdict)}, to_channel_vector(weight),
-      to_channel_vector(bias), running, eps, y, static_cast<double*>(mean.mutable_data_ptr()),
+      Judge{expectation, to_verdict(kOp, verdict)}, to_channel_input(weight),
+      to_channel_input(bias), running, eps, y, static_cast<double*>(mean.mutable_data_ptr()),
       static_cast<double*>(invstd.mutable_data_ptr()),
       static_cast<double*>(count.mutable_data_ptr()));
   return {output, mean, invstd, count};

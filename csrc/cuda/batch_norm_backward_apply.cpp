@@ -34,7 +34,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
       make_plan(geometry, to_dtype(input.scalar_type()), {dy, x, dx}, device.multiprocessors());
   launch_batch_norm_backward_apply(
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
-      static_cast<const double*>(invstd.const_data_ptr()), to_channel_vector(weight),
+      static_cast<const double*>(invstd.const_data_ptr()), to_channel_input(weight),
       static_cast<const double*>(sums.const_data_ptr()),
       Judge{expectation, to_verdict(kOp, verdict)},
       static_cast<const double*>(count.const_data_ptr()), dx);

@@ -34,8 +34,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   launch_batch_norm_backward_reduce(
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
       static_cast<const double*>(invstd.const_data_ptr()),
-      static_cast<double*>(sums.mutable_data_ptr()), announcement, to_channel_vector(grad_weight),
-      to_channel_vector(grad_bias), device.make_workspace(plan, input, keep_alive));
+      static_cast<double*>(sums.mutable_data_ptr()), announcement, to_channel_output(grad_weight),
+      to_channel_output(grad_bias), device.make_workspace(plan, input, keep_alive));
   return {sums, grad_weight, grad_bias};
 }
 

@@ -31,17 +31,32 @@ bool is_capturing(cudaStream_t stream) {
   return status != cudaStreamCaptureStatusNone;
 }
 
-// Returns the first of `number` counters, or null.
-unsigned int* allot(Allotment& allotment, int64_t number) {
+struct Allotments {
+  std::mutex mutex;
+  std::map<int, Allotment> of_device;
+};
+
+Allotments& allotments() {
+  static Allotments all;
+  return all;
+}
+
+// Asks for the address of the current device's counters; it stays null where that fails.
+void find(Allotment& allotment) {
   if (allotment.counters == nullptr) {
     void* address = nullptr;
     if (cudaGetSymbolAddress(&address, counters) != cudaSuccess) {
       cudaGetLastError();  // the launch must not find it
-      return nullptr;
+      return;
     }
     allotment.counters = static_cast<unsigned int*>(address);
   }
-  if (allotment.taken + number > kNumCounters) {
+}
+
+// Returns the first of `number` counters, or null.
+unsigned int* allot(Allotment& allotment, int64_t number) {
+  find(allotment);
+  if (allotment.counters == nullptr || allotment.taken + number > kNumCounters) {
     return nullptr;
   }
   allotment.taken += number;
@@ -50,13 +65,18 @@ unsigned int* allot(Allotment& allotment, int64_t number) {
 
 }  // namespace
 
+void find_counters(int device, cudaStream_t stream) {
+  if (!is_capturing(stream)) {
+    const std::lock_guard<std::mutex> lock(allotments().mutex);
+    find(allotments().of_device[device]);
+  }
+}
+
 unsigned int* take_counters(int device, cudaStream_t stream, int64_t number) {
-  static std::mutex mutex;
-  static std::map<int, Allotment> allotments;
   const bool captured = is_capturing(stream);
 
-  const std::lock_guard<std::mutex> lock(mutex);
-  Allotment& allotment = allotments[device];
+  const std::lock_guard<std::mutex> lock(allotments().mutex);
+  Allotment& allotment = allotments().of_device[device];
   if (captured) {
     return allot(allotment, number);
   }

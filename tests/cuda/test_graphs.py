@@ -1,6 +1,8 @@
 """CUDA graphs: what is captured once follows its inputs, its buffers and its stream."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -130,6 +132,31 @@ def test_graphs_that_replay_at_once_do_not_disturb_each_other(shape):
     torch.cuda.synchronize()
     for messages, right in zip(found, expected, strict=True):
         assert all(torch.equal(message, right) for message in messages)
+
+
+FIRST_USE = """
+import torch
+from syncbn import ops
+
+x = torch.randn(64, 4, 28, 28, device="cuda")  # a channel is split over blocks
+{before}
+torch.cuda.synchronize()
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    message = ops.batch_norm_stats(x)
+graph.replay()
+assert torch.equal(message, ops.batch_norm_stats(x))
+"""
+
+
+@pytest.mark.parametrize(
+    "before", ["", "ops.batch_norm_apply(x, torch.ones(9).double().cuda(), *[None] * 5, 0.1, 1e-5)"]
+)
+def test_first_split_reduction_of_a_process_may_be_captured(before):
+    """Also where nothing has run before, or only an operator that needs no counters."""
+    script = FIRST_USE.format(before=before)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 # torch's own: it keeps the graph that it has captured on its own stream.

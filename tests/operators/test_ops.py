@@ -45,6 +45,19 @@ def test_results_require_no_gradient(name):
         assert not result.requires_grad
 
 
+@pytest.mark.usefixtures("each_device")
+@pytest.mark.parametrize("name", OPS)
+def test_tensors_that_are_read_keep_sharing_their_memory(name):
+    """Those of torch's that make a copy of their own once they are written."""
+    x = make_input((4, 3, 5), "contiguous", torch.float32)
+    args = [torch._lazy_clone(a) if torch.is_tensor(a) else a for a in arguments(name, x)]
+    operator(name)(*args)
+    written = (4, 5, 6) if name == "batch_norm_apply" else ()
+    for i, arg in enumerate(args):
+        if torch.is_tensor(arg):
+            assert torch._C._is_cow_tensor(arg) == (i not in written), i
+
+
 @pytest.mark.parametrize("shape", [(3, 2, 131, 257), (129, 65), (64, 300, 7, 7)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("name", OPS)

@@ -36,8 +36,10 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t num_shared_
         "architecture in TORCH_CUDA_ARCH_LIST");
   }
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("syncbn: a CUDA kernel could not be launched: ") +
-                             cudaGetErrorString(error));
+    throw std::runtime_error(
+        std::string("syncbn: a CUDA kernel could not be launched, or one that was launched before "
+                    "it, maybe not ours, has failed (CUDA_LAUNCH_BLOCKING=1 tells): ") +
+        cudaGetErrorString(error));
   }
 }
 
