@@ -25,6 +25,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtensio
 VERSION = "0.1.0"
 OLDEST_TORCH = "2.11"  # TORCH_TARGET_VERSION in csrc/common/stable.h
 GPU_ARCHITECTURES = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+WITH_PTX = ("10.0", "12.0")  # for 11.0, and for what comes after 12
 
 # No -std: torch adds the one its headers need. No -ffast-math: the two -fno- flags let loops with
 # comparisons be vectorized and change no result. -g0: debug information is 20 times the code.
@@ -74,7 +75,9 @@ def cuda_extension(nvcc: Path) -> Extension:
     known = run_nvcc(nvcc, "--list-gpu-arch")
     architectures = [a for a in GPU_ARCHITECTURES if f"compute_{a.replace('.', '')}\n" in known]
     if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(architectures) + "+PTX"
+        with_ptx = (*WITH_PTX, architectures[-1])
+        marked = [a + "+PTX" if a in with_ptx else a for a in architectures]
+        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(marked)
     home = nvcc.parent.parent
     extension = CUDAExtension(
         "syncbn._cuda",

@@ -68,6 +68,22 @@ def test_kernels_use_no_local_memory_on_any_architecture():
 
 
 @built
+@pytest.mark.skipif("TORCH_CUDA_ARCH_LIST" in os.environ, reason="built for the GPUs named there")
+@pytest.mark.parametrize(
+    "gpu", ["7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1"]
+)
+def test_every_gpu_has_code(gpu):
+    """Code of its own generation that is not newer, or PTX of any that is not."""
+    report = run([cuobjdump(), "--list-elf", "--list-ptx", cuda_library()]).stdout
+    images = {tuple(map(int, found)) for found in re.findall(r"\.sm_(\d+)(\d)\.cubin", report)}
+    ptx = {tuple(map(int, found)) for found in re.findall(r"\.sm_(\d+)(\d)\.ptx", report)}
+    assert images and ptx
+    major, minor = map(int, gpu.split("."))
+    has_image = any(image[0] == major and image[1] <= minor for image in images)
+    assert has_image or any(version <= (major, minor) for version in ptx)
+
+
+@built
 def test_all_operators_are_registered_for_cuda():
     assert "cuda" in _extension.device_types
     for name in OPERATORS:
