@@ -152,6 +152,14 @@ _GPU_SMALL = (
     *_grid("maps 7x7", (8, 512, 7, 7), *_GPU_DTYPES),
     *_grid("2-D", (256, 2048), *_GPU_DTYPES),
     *_grid("16 channels", (32, 16, 112, 112), *_GPU_DTYPES),
+    *_grid("odd channels", (64, 129, 56, 56), *_GPU_DTYPES),
+)
+
+# Split planes, small maps in 16 bits, and the tiles of channels-last tensors.
+_GPU_QUICK = (
+    ("float32", "contiguous"),
+    ("bfloat16", "contiguous"),
+    ("bfloat16", "channels_last"),
 )
 
 CUDA_SUITES = {
@@ -178,7 +186,7 @@ CUDA_SUITES = {
             *(
                 case
                 for images in (32, 256)
-                for kind in (("float32", "contiguous"), ("bfloat16", "channels_last"))
+                for kind in _GPU_QUICK
                 for case in resnet50(images, *kind)
             ),
             *(case for case in _GPU_SMALL if case.dtype != "float16"),

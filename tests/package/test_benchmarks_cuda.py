@@ -150,7 +150,7 @@ print(sizes)
     assert result.stdout == "[12, 12]\n", result.stderr
 
 
-@pytest.mark.parametrize(("suite", "nets"), [("full", 12), ("quick", 4)])
+@pytest.mark.parametrize(("suite", "nets"), [("full", 12), ("quick", 6)])
 def test_nets_are_complete(suite, nets):
     layers = {}
     for case in CUDA_SUITES[suite].cases:
