@@ -84,8 +84,8 @@ __device__ TwoSums add_up(Memory& memory, int channels, int number, const Load& 
       }
     }
 #pragma unroll
-    for (int k = 0; k < kPartialLoads; ++k) {
-      result.add(loaded[k]);
+    for (const TwoSums& one : loaded) {
+      result.add(one);
     }
   }
   if (readers > 1) {
