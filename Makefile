@@ -20,7 +20,7 @@ TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* syncbn/*.py*)
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.h csrc/*/*/*.cu \
     tests/emulation/*.cpp tests/emulation/*.h tests/emulation/*/*.cpp tests/emulation/*/*.h \
-    tests/sanitizer/*.cpp)
+    tests/sanitizer/*.cpp benchmarks/*.cpp)
 
 .PHONY: help install demo test bench gpu-check sanitize works record-works lint format wheel clean
 

@@ -145,14 +145,14 @@ SUITES = {
     ),
 }
 
-# Beside ResNet-50, small maps, which are bound by latency, and what leaves torch's kernels with few
+# Beside ResNet-50, small maps, which are bound by latency, and an odd number of channels, of which
+# channels-last tensors have no wide vectors; it is small, too, which leaves torch's kernels with few
 # blocks.
 _GPU_DTYPES = ("float32", "bfloat16", "float16")
 _GPU_SMALL = (
     *_grid("maps 7x7", (8, 512, 7, 7), *_GPU_DTYPES),
     *_grid("2-D", (256, 2048), *_GPU_DTYPES),
-    *_grid("16 channels", (32, 16, 112, 112), *_GPU_DTYPES),
-    *_grid("odd channels", (64, 129, 56, 56), *_GPU_DTYPES),
+    *_grid("17 channels", (32, 17, 112, 112), *_GPU_DTYPES),
 )
 
 # Split planes, small maps in 16 bits, and the tiles of channels-last tensors.

@@ -35,10 +35,6 @@ STEP = 0.04e-6  # a step through shared memory: a store, a barrier, a load, an a
 SIGNAL = 1.0e-6  # partial sums written, the fence and the counter
 HIDDEN = 0.5  # share of a block's latencies that the other block of its multiprocessor hides
 
-BLOCKS = 2  # of a multiprocessor: kBlocks in plan.h
-VECTORS = 8  # that a thread has in flight, of all tensors: kUnroll
-PARTIALS = 8  # partial sums that a reader has in flight: kPartialLoads
-
 
 class Kernel(NamedTuple):
     """What a kernel moves."""
@@ -54,9 +50,9 @@ class Kernel(NamedTuple):
 
 KERNELS = (
     Kernel("stats", 1, 1, True, 0),
-    Kernel("apply", 1, 2, False, 5),
-    Kernel("backward_reduce", 2, 2, True, 1),
-    Kernel("backward_apply", 2, 3, False, 4),
+    Kernel("apply", 1, 2, False, 1),
+    Kernel("backward_reduce", 2, 2, True, 0),
+    Kernel("backward_apply", 2, 3, False, 1),
 )
 
 
@@ -74,6 +70,9 @@ class Plan(NamedTuple):
     loads: int  # vectors of each tensor that a thread loads
     members: int  # threads that share a channel
     readers: int  # threads of the last block that add up the partial sums of a channel
+    partial_loads: int  # that a reader has in flight
+    in_flight: int  # vectors of a thread, of all tensors
+    resident: int  # blocks of a multiprocessor
 
     @property
     def blocks(self) -> int:
@@ -95,7 +94,9 @@ class Plan(NamedTuple):
     @property
     def partial_turns(self) -> int:
         """Turns in which a reader loads partial sums."""
-        return math.ceil(self.splits / (self.readers * PARTIALS)) if self.splits > 1 else 0
+        return (
+            math.ceil(self.splits / (self.readers * self.partial_loads)) if self.splits > 1 else 0
+        )
 
 
 def build(folder: Path) -> ctypes.CDLL:
@@ -116,13 +117,15 @@ def find_plan(library: ctypes.CDLL, case: Case, multiprocessors: int) -> Plan:
     strides = (ctypes.c_int64 * dim)(*tensor.stride())
     fields = (ctypes.c_int64 * len(Plan._fields))()
     dtype = PLAN_DTYPES.index(case.dtype)
-    assert library.find_plan(sizes, strides, ctypes.c_int64(dim), dtype, multiprocessors, fields)
+    library.find_plan.restype = ctypes.c_bool
+    if not library.find_plan(sizes, strides, ctypes.c_int64(dim), dtype, multiprocessors, fields):
+        raise ValueError(f"{case} is neither contiguous nor channels-last")
     return Plan(*fields)
 
 
 def waves(plan: Plan, multiprocessors: int) -> list[int]:
     """Return the blocks of each wave."""
-    resident = BLOCKS * multiprocessors
+    resident = plan.resident * multiprocessors
     whole, rest = divmod(plan.blocks, resident)
     return [resident] * whole + [rest] * (rest > 0)
 
@@ -130,7 +133,7 @@ def waves(plan: Plan, multiprocessors: int) -> list[int]:
 def kernel_seconds(kernel: Kernel, plan: Plan, case: Case, multiprocessors: int) -> float:
     """Return the time of a kernel by the model."""
     of_block = kernel.tensors * case.num_bytes / plan.blocks
-    turns = math.ceil(plan.loads / (VECTORS // kernel.inputs))
+    turns = math.ceil(plan.loads / (plan.in_flight // kernel.inputs))
     latencies = MEMORY + kernel.chain * L2
     if kernel.reduces:
         latencies += math.ceil(math.log2(plan.members)) * STEP
@@ -167,7 +170,7 @@ def net_lines(library: ctypes.CDLL, cases: Sequence[Case], multiprocessors: int)
             f"{kind} {plan.vector}",
             f"{plan.block_x}x{plan.block_y}",
             f"{plan.tiles}x{plan.splits}",
-            f"{plan.blocks / (BLOCKS * multiprocessors):.2f}",
+            f"{plan.blocks / (plan.resident * multiprocessors):.2f}",
             f"{case.num_bytes / plan.blocks / 1024:.0f}",
             f"{plan.loads}",
             f"{plan.partial_bytes / 1024:.0f}",

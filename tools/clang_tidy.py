@@ -36,7 +36,7 @@ def commands() -> dict[str, list[str]]:
     cpu = ["-std=c++20", *TORCH, PYTHON, *MACROS]
     found = {path: cpu for path in (*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"))}
     emulation = ["-std=c++17", "-xc++", "-Itests/emulation", "-Icsrc", "-Wno-unknown-pragmas"]
-    kernels = (*ROOT.glob("csrc/cuda/kernels/*.cu"), *ROOT.glob("tests/emulation/*.cpp"))
+    kernels = (*ROOT.glob("csrc/cuda/kernels/*.cu"), *ROOT.glob("tests/emulation/**/*.cpp"))
     found.update({path: emulation for path in kernels})
     cuda = cuda_include()
     if cuda is None:

@@ -404,7 +404,7 @@ FAULTS = {
         ret;""",
     ),
     "writes memory that the launch has written already": (1, "st.global.u64 [%rd0], %rd0; ret;"),
-    "reads through the constant cache what the launch has written": (
+    "reads by a non-coherent load what the launch has written": (
         1,
         FIRST_IN_BLOCK
         + OWN_PLACE
@@ -488,6 +488,7 @@ UNKNOWN = [
     "ld.shared.nc.u32 %r1, [shared];",
     "ld.global.u32 %r1, [%rd0+%rd1];",
     "mov.u32 %r1, %laneid;",
+    "mov.f32 %f1, 1;",
     "mov.b16 {%rs1, %rs2}, %r1;",
     "shfl.sync.down.b32 %r1, %r1, 1, 31, -1;",
     "call stranger;",

@@ -17,7 +17,7 @@ def test_plan_is_that_of_the_kernels(library):
     case = Case("", (32, 64, 56, 56), "bfloat16", "contiguous")
     plan = cuda_plans.find_plan(library, case, multiprocessors=132)
     # A channel has 32 planes of 392 vectors, in four segments; 256 threads load 12.25 each.
-    assert plan == Plan(0, 8, 1, 256, 1, 1, 64, 4, 13, 256, 1)
+    assert plan == Plan(0, 8, 1, 256, 1, 1, 64, 4, 13, 256, 1, 8, 8, 2)
     assert plan.blocks == 256 and plan.partial_bytes == 4 * 16 and plan.last_steps == 1
 
     case = Case("", (32, 64, 56, 56), "float32", "channels_last")
@@ -32,7 +32,7 @@ def test_times_are_the_sums_of_what_is_assumed():
     copy = case.num_bytes / (2 * cuda_plans.COPY_RATE)
 
     def seconds(kernel, **fields):
-        plan = Plan(0, 4, 1, 256, 1, 1, 4, 1, 8, 256, 1)._replace(**fields)
+        plan = Plan(0, 4, 1, 256, 1, 1, 4, 1, 8, 256, 1, 8, 8, 2)._replace(**fields)
         return cuda_plans.kernel_seconds(kernel, plan, case, multiprocessors=2)
 
     assert cuda_plans.copy_seconds(stats, case, 2) == pytest.approx(LAUNCH + MEMORY + copy)

@@ -192,7 +192,7 @@ class Kernel:
         if re.fullmatch(r"0[fd][0-9a-fA-F]+", text):
             width = {"f": 32, "d": 64}[text[1]]
             return f"as<{cxx}>(uint{width}_t{{0x{text[2:]}}})"
-        if re.fullmatch(r"-?\d+", text):
+        if re.fullmatch(r"-?\d+", text) and not kind.startswith("f"):
             bits = int(text) % 2**64
             return f"({cxx})0x{bits:x}u" if kind != "pred" else f"bool({bits})"
         if text in self.parameters:
@@ -278,8 +278,8 @@ class Kernel:
             stored = ", ".join(self.operand(name, kind) for name in names)
             return f"store_{function}({address}, {{{{{stored}}}}});"
         puts = [f"put({self.register(name)}, v.values[{i}]);" for i, name in enumerate(names)]
-        constant = "_constant" if cache == ".nc" else ""
-        return f"{{ const auto v = load{constant}_{function}({address}); {' '.join(puts)} }}"
+        coherence = "_noncoherent" if cache == ".nc" else ""
+        return f"{{ const auto v = load{coherence}_{function}({address}); {' '.join(puts)} }}"
 
     def _halves(self, opcode: str, operands: list[str]) -> str | None:
         """Return the statement of a move between a register and two of half its width."""

@@ -16,8 +16,6 @@
 namespace syncbn::cuda {
 namespace {
 
-constexpr int kPairs = kUnroll / 2;
-
 template <typename A, int kChannels>
 struct GradSums {
   A dy[kChannels] = {};
@@ -67,6 +65,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
                                   const T* __restrict__ input, GradOutputs out) {
   using A = compute_t<T>;
   using State = GradSums<A, kVector>;
+  constexpr int kPairs = rows_in_flight(sizeof(T) * kVector) / 2;
   auto& memory = shared_memory<ReductionMemory<A, State>>();
 
   const int64_t column = matrix.column<kVector>();
@@ -131,6 +130,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
                                   const T* __restrict__ input, GradOutputs out) {
   using A = compute_t<T>;
   using State = GradSums<A, 1>;
+  constexpr int kPairs = kUnroll / 2;
   auto& memory = shared_memory<ReductionMemory<A, State>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;

@@ -1,6 +1,6 @@
 // batch_norm_stats on CUDA. Reads the input once.
 //
-// A thread takes chunks of kUnroll vectors into registers and goes over them twice, for the
+// A thread takes chunks of 8 to 32 vectors into registers and goes over them twice, for the
 // mean and for the squared deviations from it: as robust as Welford's method, without a division
 // for each value. Chunks, then threads, are merged exactly (csrc/common/moments.h has the formula)
 // in float, then blocks in float64. Floats do not hold the mean of values far from zero: all
@@ -98,19 +98,19 @@ __device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_ch
                    });
 }
 
-// A chunk is kUnroll vectors of a thread. Almost all are full and need no test for each vector.
+// Almost all chunks are full and need no test for each vector.
 enum class Chunk { kFull, kPartial };
 
 // Merges the first `count` rows of a chunk of a matrix into `state`.
-template <Chunk kChunk, typename T, int kVector, typename A>
+template <Chunk kChunk, typename T, int kVector, int kRows, typename A>
 __device__ __forceinline__ void consume_rows(ChannelMoments<A, kVector>& state,
-                                             const Vector<T, kVector> (&values)[kUnroll], int count,
+                                             const Vector<T, kVector> (&values)[kRows], int count,
                                              const A (&pivot)[kVector]) {
   ChannelMoments<A, kVector> chunk;
   chunk.count = count;
   const A reciprocal = 1 / chunk.count;
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
+  for (int k = 0; k < kRows; ++k) {
     if (kChunk == Chunk::kFull || k < count) {
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void consume_rows(ChannelMoments<A, kVector>& state,
     chunk.mean[v] *= reciprocal;
   }
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
+  for (int k = 0; k < kRows; ++k) {
     if (kChunk == Chunk::kFull || k < count) {
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
@@ -174,6 +174,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, double count, Output out) {
   using A = compute_t<T>;
   using State = ChannelMoments<A, kVector>;
+  constexpr int kRows = rows_in_flight(sizeof(T) * kVector);
   auto& memory = shared_memory<ReductionMemory<A, State>>();
 
   const int64_t column = matrix.column<kVector>();
@@ -192,18 +193,18 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   const int step = blockDim.y;
   const int64_t stride = step * matrix.columns;
   const T* next = first + threadIdx.y * matrix.columns;
-  for (int row = threadIdx.y; row < rows; row += kUnroll * step) {
-    Vector<T, kVector> values[kUnroll];
+  for (int row = threadIdx.y; row < rows; row += kRows * step) {
+    Vector<T, kVector> values[kRows];
     int loaded = 0;
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kRows; ++k) {
       if (row + k * step < rows) {
         values[k] = load<kVector, Reuse::kSoon>(next);
         loaded = k + 1;
       }
       next += stride;
     }
-    if (loaded == kUnroll) {
+    if (loaded == kRows) {
       consume_rows<Chunk::kFull>(state, values, loaded, pivot);
     } else {
       consume_rows<Chunk::kPartial>(state, values, loaded, pivot);

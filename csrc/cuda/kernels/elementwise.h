@@ -1,10 +1,9 @@
 // Element-wise kernels, which compute each value from those at the same position of some tensors by
 // a Formula of common/formulas.h. Each tensor is read or written once.
 //
-// One thread of a block prepares each of the block's channels, in three steps between which nothing
-// waits: prepare.load(channel, first) loads all that is needed, formula<A>(operands) returns the
-// constants, and finish(operands, channel) writes results of the channel, in the first of the
-// blocks that have it.
+// One thread of a block prepares each of the block's channels: prepare.load(channel, first) issues
+// all loads, formula<A>(operands) waits for them and returns the constants, and behind the barrier
+// finish(operands, channel) writes results of the channel, in the first of the blocks that have it.
 //
 // A block goes downwards through its segment, whose end the reduction before it has read last: what
 // is still in the L2 cache comes first. Its first loads are on their way while it prepares, but
@@ -47,7 +46,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
                               Prepare prepare) {
   using A = compute_t<T>;
   constexpr int kInputs = Formula<A>::kInputs;
-  constexpr int kSteps = kUnroll / kInputs;
+  constexpr int kSteps = rows_in_flight(sizeof(T) * kVector) / kInputs;
   auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t column = matrix.column<kVector>();
@@ -86,7 +85,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     prepare.finish(operands, prepared);
   }
   if (row < 0) {
-    return;  // without a channel, too, whose constants would be read
+    return;  // also threads without a channel, whose constants nobody wrote
   }
   Formula<A> formulas[kVector];
   matrix.for_each_column<kVector>([&](int v, int channel) { formulas[v] = memory.get(channel); });
@@ -162,7 +161,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     prepare.finish(operands, channel);
   }
   if (at < 0) {
-    return;  // without a channel, too, whose constants would be read
+    return;  // also threads without a channel, whose constants nobody wrote
   }
   const Formula<A> formula = memory.get(threadIdx.y);
 

@@ -6,8 +6,8 @@
 //
 // Matrix (rows, columns): a thread owns `vector` neighboring columns, blockDim.x threads make a
 // tile of whole channels, blockDim.y threads share its rows; the segment counts rows. Columns are
-// channels, or the values of small planes (outer, C * inner), of which vectors of each for itself
-// would be narrow or unaligned: a few planes together have whole vectors.
+// channels, or the values of small planes (outer, C * inner): a plane alone would have narrow or
+// unaligned vectors, a few together have whole ones.
 //
 // Planar (outer, C, inner): blockDim.x threads share a channel, blockDim.y channels are a tile; the
 // segment counts slots, aligned vectors that a plane lies in. In an unaligned plane the first and
@@ -36,6 +36,11 @@ constexpr int64_t kMostPartialBytes = 96 * 1024;
 
 // Vectors that a thread has in flight, of all tensors: 64 KB in a multiprocessor.
 constexpr int kUnroll = 8;
+// The same of a matrix, whose vectors may be narrow: as many bytes, in at most 32 registers.
+SYNCBN_HOST_DEVICE constexpr int rows_in_flight(int vector_bytes) {
+  const int rows = kUnroll * kVectorBytes / vector_bytes;
+  return rows < 32 ? rows : 32;
+}
 // Blocks in a multiprocessor: all are resident, so that no last wave is half empty. The same for
 // all kernels, so that one goes through the segments of the one before it.
 constexpr int kBlocks = 2;
@@ -43,10 +48,11 @@ constexpr int kBlocks = 2;
 // Partial sums of a channel that a thread has in flight, of both kinds.
 constexpr int kPartialLoads = 8;
 
-// Columns of a matrix in a block.
+// Columns of a matrix in a block, at most.
 constexpr int kMaxTerms = 512;
 
-// Values of a channel in a block: a float counts them exactly, and 32 bits index them.
+// Values of a channel, or of a column of a matrix, in a block: a float counts them exactly, and 32
+// bits index them.
 constexpr int64_t kLongestSegment = 1 << 24;
 
 struct Plan {
@@ -145,7 +151,8 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
     plan.block_x = static_cast<int>(tile_groups * group_vectors);
     plan.block_y = kMaxThreads / plan.block_x;
     plan.tile_channels = tile_groups * group;
-    split_segments(plan, plan.geometry.outer, plan.block_y * kUnroll, kLongestSegment, resident);
+    split_segments(plan, plan.geometry.outer, plan.block_y * rows_in_flight(vector_bytes),
+                   kLongestSegment, resident);
     if (plan.num_partials() * size_of(DType::kDouble) <= kMostPartialBytes * plan.tiles) {
       break;
     }

@@ -66,7 +66,7 @@ inline T shift_left(T a, uint32_t distance) {
 template <typename T>
 inline T shift_right(T a, uint32_t distance) {
   const uint32_t most = 8 * sizeof(T) - 1;
-  return distance > most ? T(T(a >> most) >> (most > 0)) : T(a >> distance);
+  return distance > most ? T(T(a >> most) >> 1) : T(a >> distance);
 }
 
 inline float half_to_float(uint16_t bits) { return __half2float({bits}); }

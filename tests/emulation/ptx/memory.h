@@ -3,8 +3,8 @@
 // - each access is aligned to its size;
 // - shared memory is read after it was written, and what one thread writes no other one reads or
 //   writes before the next barrier;
-// - a launch writes no address twice, reads nothing through the constant cache (ld.global.nc) that
-//   it writes, and nothing of `unwritten` before it has written it;
+// - a launch writes no address twice, reads nothing by a non-coherent load (ld.global.nc)
+//   that it has written, and nothing of `unwritten` before it has written it;
 // - a thread fences before it signals others by an atomic operation.
 #pragma once
 
@@ -29,18 +29,18 @@ inline void check_aligned(uint64_t address, const char* what) {
   }
 }
 
+// PTX has addresses as numbers.
+inline unsigned char* to_pointer(uint64_t address) {
+  return reinterpret_cast<unsigned char*>(address);  // NOLINT(performance-no-int-to-ptr)
+}
+
 // --- Parameters
 
 template <typename T, int kLength>
 inline Values<T, kLength> load_param(uint64_t address) {
   Values<T, kLength> result;
-  std::memcpy(&result, reinterpret_cast<const void*>(address), sizeof(result));
+  std::memcpy(&result, to_pointer(address), sizeof(result));
   return result;
-}
-
-template <typename T, int kLength>
-inline Values<T, kLength> load_param(const unsigned char* address) {
-  return load_param<T, kLength>(reinterpret_cast<uint64_t>(address));
 }
 
 // --- Shared memory
@@ -74,19 +74,19 @@ inline Values<T, kLength> load_shared(uint32_t address) {
   Values<T, kLength> result;
   const auto* from = shared_access<decltype(result)>(address, "reads");
   const uint64_t phase = Block::current->phase();
-  SharedByte* byte = shared_bytes_at(address, sizeof(result));
-  for (const SharedByte* end = byte + sizeof(result); byte != end; ++byte) {
-    if (byte->written < Block::current->first_phase()) {
+  SharedByte* const bytes = shared_bytes_at(address, sizeof(result));
+  for (size_t i = 0; i < sizeof(result); ++i) {
+    SharedByte& byte = bytes[i];
+    if (byte.written < Block::current->first_phase()) {
       Block::current->fail_thread("reads shared memory that its block has not written");
     }
-    if (byte->written == phase && byte->writer != Block::current_thread) {
+    if (byte.written == phase && byte.writer != Block::current_thread) {
       Block::current->fail_thread(
           "reads shared memory that another thread writes before a barrier");
     }
-    byte->reader = byte->read == phase && byte->reader != Block::current_thread
-                       ? nullptr
-                       : Block::current_thread;
-    byte->read = phase;
+    const bool by_others = byte.read == phase && byte.reader != Block::current_thread;
+    byte.reader = by_others ? nullptr : Block::current_thread;
+    byte.read = phase;
   }
   std::memcpy(&result, from, sizeof(result));
   return result;
@@ -96,15 +96,16 @@ template <typename T, int kLength>
 inline void store_shared(uint32_t address, Values<T, kLength> values) {
   auto* to = shared_access<decltype(values)>(address, "writes");
   const uint64_t phase = Block::current->phase();
-  SharedByte* byte = shared_bytes_at(address, sizeof(values));
-  for (const SharedByte* end = byte + sizeof(values); byte != end; ++byte) {
-    if ((byte->written == phase && byte->writer != Block::current_thread) ||
-        (byte->read == phase && byte->reader != Block::current_thread)) {
+  SharedByte* const bytes = shared_bytes_at(address, sizeof(values));
+  for (size_t i = 0; i < sizeof(values); ++i) {
+    SharedByte& byte = bytes[i];
+    if ((byte.written == phase && byte.writer != Block::current_thread) ||
+        (byte.read == phase && byte.reader != Block::current_thread)) {
       Block::current->fail_thread(
           "writes shared memory that another thread reads or writes before a barrier");
     }
-    byte->writer = Block::current_thread;
-    byte->written = phase;
+    byte.writer = Block::current_thread;
+    byte.written = phase;
   }
   std::memcpy(to, &values, sizeof(values));
 }
@@ -168,16 +169,18 @@ inline Values<T, kLength> load_global(uint64_t address) {
       written.count(address, sizeof(result)) < sizeof(result)) {
     Block::current->fail_thread("reads memory that the launch has yet to write");
   }
-  std::memcpy(&result, reinterpret_cast<const void*>(address), sizeof(result));
+  std::memcpy(&result, to_pointer(address), sizeof(result));
   return result;
 }
 
+// ld.global.nc, through a cache that does not see what other threads write.
 template <typename T, int kLength>
-inline Values<T, kLength> load_constant_global(uint64_t address) {
-  if (written.count(address, sizeof(T) * kLength) > 0) {
-    Block::current->fail_thread("reads through the constant cache what the launch has written");
+inline Values<T, kLength> load_noncoherent_global(uint64_t address) {
+  const auto result = load_global<T, kLength>(address);
+  if (written.count(address, sizeof(result)) > 0) {
+    Block::current->fail_thread("reads by a non-coherent load what the launch has written");
   }
-  return load_global<T, kLength>(address);
+  return result;
 }
 
 template <typename T, int kLength>
@@ -186,7 +189,7 @@ inline void store_global(uint64_t address, Values<T, kLength> values) {
   if (written.add(address, sizeof(values))) {
     Block::current->fail_thread("writes memory that the launch has written already");
   }
-  std::memcpy(reinterpret_cast<void*>(address), &values, sizeof(values));
+  std::memcpy(to_pointer(address), &values, sizeof(values));
 }
 
 inline uint32_t atomic_inc(uint64_t address, uint32_t limit) {
@@ -195,7 +198,7 @@ inline uint32_t atomic_inc(uint64_t address, uint32_t limit) {
     Block::current->fail_thread("signals other blocks without a fence");
   }
   Block::current_thread->fenced = false;
-  auto* counter = reinterpret_cast<uint32_t*>(address);
+  auto* counter = reinterpret_cast<uint32_t*>(to_pointer(address));
   const uint32_t old = *counter;
   *counter = old >= limit ? 0 : old + 1;
   Block::current->suspend(Wait::kTurn);

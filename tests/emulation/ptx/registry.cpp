@@ -15,7 +15,9 @@ std::map<std::string, Kernel>& kernels() {
 }  // namespace
 
 Registration::Registration(const char* name, const Kernel& kernel) {
-  kernels().emplace(name, kernel);
+  if (!kernels().emplace(name, kernel).second) {
+    throw std::logic_error(std::string("two kernels of the name ") + name);
+  }
 }
 
 void launch(const std::string& name, dim3 grid, dim3 block, size_t shared_bytes,
@@ -30,6 +32,9 @@ void launch(const std::string& name, dim3 grid, dim3 block, size_t shared_bytes,
   alignas(16) unsigned char parameters[4096];
   for (size_t i = 0; i < kernel.parameters.size(); ++i) {
     const auto& [offset, num_bytes] = kernel.parameters[i];
+    if (offset + num_bytes > sizeof(parameters)) {
+      throw std::runtime_error("launch: more than 4096 bytes of parameters");
+    }
     std::memcpy(parameters + offset, arguments[i], num_bytes);
   }
   written.clear();
