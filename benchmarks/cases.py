@@ -191,7 +191,7 @@ CUDA_SUITES = {
             ),
             *(case for case in _GPU_SMALL if case.dtype != "float16"),
         ),
-        repeats=15,
+        repeats=9,
         sample_seconds=0.002,
         worlds=(2, 4, 8),
         accuracy_shapes=((4, 16, 7, 7),),
