@@ -250,6 +250,26 @@ def test_huge_tensors_keep_to_the_limits_of_a_grid(library, shape, dtype, multip
     assert plan["segment"] * plan["values"] * plan["splits"] >= x.numel() / x.size(1)
 
 
+@pytest.mark.parametrize("channels", [1064, 1200, 2048, 2128, 4096])
+@pytest.mark.parametrize("multiprocessors", [40, 108, 132])
+@pytest.mark.parametrize(("size", "dtype"), [(28, torch.bfloat16), (14, torch.float32)], ids=str)
+def test_no_wave_of_blocks_is_half_empty(library, channels, size, dtype, multiprocessors):
+    x = torch.empty(256, channels, size, size, dtype=dtype, device="meta")
+    plan = Device(library, multiprocessors, "forward").plan(x)
+    blocks, resident = plan["tiles"] * plan["splits"], 2 * multiprocessors
+    assert blocks / (resident * math.ceil(blocks / resident)) > 0.85
+
+
+def test_few_partial_sums_are_left_to_one_block(library):
+    """Else it reads them at the speed of one multiprocessor."""
+    for dtype in DTYPES:
+        for channels in (32, 64, 65, 256, 2048):
+            x = torch.empty(200_000, channels, dtype=dtype, device="meta")
+            plan = Device(library, 132, "forward").plan(x)
+            owned = plan["block_x"] * plan["vector"]
+            assert 16 * owned * plan["splits"] <= 96 * 1024
+
+
 @pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
 def test_every_value_counts_once(device, shape, layout, dtype):
     """Sums of small integers are exact in any order, if no value is missed or taken twice."""

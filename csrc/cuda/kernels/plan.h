@@ -28,10 +28,11 @@ namespace syncbn::cuda {
 constexpr int kMaxThreads = 256;  // in a block
 constexpr int kVectorBytes = 16;
 constexpr int kWarp = 32;
-// Bytes of a row of a matrix that a block reads: a line of the cache, or half of one where the last
-// block of a tile would have more than so many bytes of partial sums to read, at the speed of one
-// multiprocessor.
+// Bytes of a row of a matrix that a block reads: a line of the cache, or down to a sector of one
+// where the last block of a tile would have more than so many bytes of partial sums to read, at the
+// speed of one multiprocessor.
 constexpr int kRowBytes = 128;
+constexpr int kLeastRowBytes = 32;
 constexpr int64_t kMostPartialBytes = 96 * 1024;
 
 // Vectors that a thread has in flight, of all tensors: 64 KB in a multiprocessor.
@@ -86,24 +87,28 @@ SYNCBN_HOST_DEVICE inline int num_readers(int threads, int channels, int splits)
 
 namespace detail {
 
-// Returns whether at least nine of ten multiprocessors work until the last block is done.
-inline bool is_balanced(int64_t blocks, int64_t resident) {
-  return 10 * blocks >= 9 * resident * ceil_div(blocks, resident);
+// Returns the share of multiprocessors that work until the last block is done.
+inline double busy_share(int64_t blocks, int64_t resident) {
+  const auto waves = static_cast<double>(ceil_div(blocks, resident));
+  return static_cast<double>(blocks) / (waves * static_cast<double>(resident));
 }
 
 // Splits `length` so that the blocks of all tiles fill what is resident at once or, where there are
-// many tiles, leave little of the last wave empty; into segments of `shortest` to `longest`.
+// many tiles, leave a tenth of the waves empty, or as little as can be; into segments of `shortest`
+// to `longest`.
 inline void split_segments(Plan& plan, int64_t length, int64_t shortest, int64_t longest,
                            int64_t resident) {
   const int64_t most = std::max<int64_t>(1, ceil_div(length, shortest));
   const int64_t least = std::max<int64_t>(1, ceil_div(length, longest));
   const int64_t one_wave = std::max<int64_t>(1, resident / plan.tiles);
   int64_t wanted = one_wave;
-  while (!is_balanced(plan.tiles * wanted, resident) && wanted < 8 * one_wave) {
-    ++wanted;
-  }
-  if (!is_balanced(plan.tiles * wanted, resident)) {
-    wanted = one_wave;
+  for (int64_t splits = one_wave; splits <= std::min(8 * one_wave, most); ++splits) {
+    if (busy_share(plan.tiles * wanted, resident) >= 0.9) {
+      break;
+    }
+    if (busy_share(plan.tiles * splits, resident) > busy_share(plan.tiles * wanted, resident)) {
+      wanted = splits;
+    }
   }
   wanted = std::max(least, std::min(wanted, most));
   plan.segment = std::max<int64_t>(1, ceil_div(length, wanted));
@@ -144,18 +149,24 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
   const int64_t group_vectors = group * inner / plan.vector;
   const int64_t groups = ceil_div(plan.geometry.channels, group);
   const int vector_bytes = plan.vector * size_of(plan.dtype);
-  for (int row_bytes = kRowBytes; row_bytes >= kRowBytes / 2; row_bytes /= 2) {
-    const int64_t row_vectors = std::min(kWarp, row_bytes / vector_bytes);
+  const int rows = rows_in_flight(vector_bytes);
+  const auto lay_out = [&](int64_t row_vectors) {
     plan.tiles = ceil_div(groups, ceil_div(row_vectors, group_vectors));
     const int64_t tile_groups = ceil_div(groups, plan.tiles);
     plan.block_x = static_cast<int>(tile_groups * group_vectors);
     plan.block_y = kMaxThreads / plan.block_x;
     plan.tile_channels = tile_groups * group;
-    split_segments(plan, plan.geometry.outer, plan.block_y * rows_in_flight(vector_bytes),
-                   kLongestSegment, resident);
-    if (plan.num_partials() * size_of(DType::kDouble) <= kMostPartialBytes * plan.tiles) {
-      break;
-    }
+    split_segments(plan, plan.geometry.outer, plan.block_y * rows, kLongestSegment, resident);
+  };
+  lay_out(std::min(kWarp, kRowBytes / vector_bytes));
+  while (plan.num_partials() * size_of(DType::kDouble) > kMostPartialBytes * plan.tiles &&
+         plan.block_x * vector_bytes >= 2 * kLeastRowBytes && plan.block_x > group_vectors) {
+    lay_out(plan.block_x / 2);
+  }
+  // Wide tiles rather than threads without rows, as long as there is a tile for each block.
+  while (plan.geometry.outer < plan.block_y && 2 * plan.block_x * plan.vector <= kMaxTerms &&
+         2 * plan.tile_channels <= kMaxThreads && plan.tiles >= 2 * resident) {
+    lay_out(2 * plan.block_x);
   }
 }
 
@@ -185,11 +196,12 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   }
   const int64_t slots = plan.geometry.outer * plan.slots_in_plane;
   plan.block_x = next_power_of_two(ceil_div(slots, kUnroll), kWarp, kMaxThreads);
-  // Several channels in a block rather than several waves of blocks, each of which loads little.
-  const auto fills_a_wave = [&](int block_x) {
-    return 10 * ceil_div(channels, kMaxThreads / block_x) >= 9 * resident;
-  };
-  while (plan.block_x > kWarp && fills_a_wave(plan.block_x / 2)) {
+  // Several channels in a block rather than several waves of blocks, each of which loads little,
+  // unless the last wave were emptier.
+  const auto tiles_of = [&](int block_x) { return ceil_div(channels, kMaxThreads / block_x); };
+  while (plan.block_x > kWarp && 10 * tiles_of(plan.block_x / 2) >= 9 * resident &&
+         busy_share(tiles_of(plan.block_x / 2), resident) >
+             busy_share(tiles_of(plan.block_x), resident) - 0.05) {
     plan.block_x /= 2;
   }
   plan.block_y = next_power_of_two(channels, 1, kMaxThreads / plan.block_x);
