@@ -146,8 +146,7 @@ SUITES = {
 }
 
 # Beside ResNet-50, small maps, which are bound by latency, and an odd number of channels, of which
-# channels-last tensors have no wide vectors; it is small, too, which leaves torch's kernels with few
-# blocks.
+# channels-last tensors have no wide vectors; it is small, too: torch's kernels have few blocks.
 _GPU_DTYPES = ("float32", "bfloat16", "float16")
 _GPU_SMALL = (
     *_grid("maps 7x7", (8, 512, 7, 7), *_GPU_DTYPES),
