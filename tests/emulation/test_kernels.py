@@ -65,7 +65,7 @@ def sum_tolerance(dtype, terms, plan):
     variances is five roundings. Blocks are added up in float64.
     """
     threads = plan["block_y"] if plan["matrix"] else plan["block_x"]
-    chunk = min(32, 128 // (plan["vector"] * dtype.itemsize)) if plan["matrix"] else 8
+    chunk = min(16, 128 // (plan["vector"] * dtype.itemsize)) if plan["matrix"] else 8
     chunks = math.ceil(plan["segment"] / threads)
     roundings = plan["vector"] + chunk + 8 + chunks + 5 * math.ceil(math.log2(threads))
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps

@@ -1,6 +1,6 @@
 // batch_norm_stats on CUDA. Reads the input once.
 //
-// A thread takes chunks of 8 to 32 vectors into registers and goes over them twice, for the
+// A thread takes chunks of 8 or 16 vectors into registers and goes over them twice, for the
 // mean and for the squared deviations from it: as robust as Welford's method, without a division
 // for each value. Chunks, then threads, are merged exactly (csrc/common/moments.h has the formula)
 // in float, then blocks in float64. Floats do not hold the mean of values far from zero: all

@@ -37,10 +37,11 @@ constexpr int64_t kMostPartialBytes = 96 * 1024;
 
 // Vectors that a thread has in flight, of all tensors: 64 KB in a multiprocessor.
 constexpr int kUnroll = 8;
-// The same of a matrix, whose vectors may be narrow: as many bytes, in at most 32 registers.
+// The same of a matrix, whose vectors may be narrow: as many bytes, in at most 16 registers. Of 24,
+// sm_100 and sm_120 spill.
 SYNCBN_HOST_DEVICE constexpr int rows_in_flight(int vector_bytes) {
   const int rows = kUnroll * kVectorBytes / vector_bytes;
-  return rows < 32 ? rows : 32;
+  return rows < 16 ? rows : 16;
 }
 // Blocks in a multiprocessor: all are resident, so that no last wave is half empty. The same for
 // all kernels, so that one goes through the segments of the one before it.
