@@ -40,6 +40,27 @@ struct ConstantsMemory {
   }
 };
 
+// Puts the constants of a channel at `place`, in the thread that prepares it, behind the first
+// loads of values of all threads. All threads of the block call it.
+template <typename A, typename Memory, typename Prepare, typename Load>
+__device__ __forceinline__ void prepare_channel(Memory& memory, const Prepare& prepare,
+                                                bool prepares, int place, int64_t channel,
+                                                const Load& load_values) {
+  const bool is_first = blockIdx.y == 0;
+  typename Prepare::Operands operands;
+  if (prepares) {
+    operands = prepare.load(channel, is_first);
+  }
+  load_values();
+  if (prepares) {
+    memory.put(place, prepare.template formula<A>(operands));
+  }
+  __syncthreads();
+  if (prepares && is_first) {
+    prepare.finish(operands, channel);
+  }
+}
+
 template <typename T, int kVector, template <typename> class Formula, typename Prepare>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     elementwise_matrix_kernel(Matrix matrix, Tensors<T, Formula<T>::kInputs> tensors,
@@ -71,19 +92,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   const int thread = thread_index();
   const int64_t prepared = blockIdx.x * matrix.tile_channels + thread;
   const bool prepares = thread < matrix.tile_channels && prepared < matrix.channels;
-  const bool is_first = blockIdx.y == 0;
-  typename Prepare::Operands operands;
-  if (prepares) {
-    operands = prepare.load(prepared, is_first);
-  }
-  load_rows();
-  if (prepares) {
-    memory.put(thread, prepare.template formula<A>(operands));
-  }
-  __syncthreads();
-  if (prepares && is_first) {
-    prepare.finish(operands, prepared);
-  }
+  prepare_channel<A>(memory, prepare, prepares, thread, prepared, load_rows);
   if (row < 0) {
     return;  // also threads without a channel, whose constants nobody wrote
   }
@@ -147,19 +156,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   };
 
   const bool prepares = threadIdx.x == 0 && channel < planar.channels;
-  const bool is_first = blockIdx.y == 0;
-  typename Prepare::Operands operands;
-  if (prepares) {
-    operands = prepare.load(channel, is_first);
-  }
-  load_slots();
-  if (prepares) {
-    memory.put(threadIdx.y, prepare.template formula<A>(operands));
-  }
-  __syncthreads();
-  if (prepares && is_first) {
-    prepare.finish(operands, channel);
-  }
+  prepare_channel<A>(memory, prepare, prepares, threadIdx.y, channel, load_slots);
   if (at < 0) {
     return;  // also threads without a channel, whose constants nobody wrote
   }
