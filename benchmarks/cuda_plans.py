@@ -2,8 +2,8 @@
 
 It needs no GPU: a C++ compiler builds the plan of ``csrc/cuda/kernels/plan.h``, and a few constants
 of an H200 turn it into times. **It is a model.** It knows how many blocks there are and what each
-of them reads, in how many turns, and what the last one has to add up; it knows nothing of caches,
-of instructions and of registers.
+of them reads, in how many turns, and what the last one has to add up; it knows nothing of
+what caches keep, of instructions and registers, and of columns that a block adds up to channels.
 """
 
 import argparse

@@ -8,11 +8,12 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
-from glob import glob
 from os import cpu_count
 from pathlib import Path
 
 from torch.utils import cpp_extension
+
+from tools import cuda
 
 ROOT = Path(__file__).parents[1]
 TORCH = [f"-isystem{path}" for path in cpp_extension.include_paths()]
@@ -25,10 +26,9 @@ MACROS = [
 
 
 def cuda_include() -> Path | None:
-    """Return the folder of CUDA's headers: the toolkit's, or that of the package torch needs."""
-    folders = [f"{cpp_extension.CUDA_HOME}/include"] if cpp_extension.CUDA_HOME else []
-    folders += [found for path in sys.path for found in glob(f"{path}/nvidia/cu*/include")]
-    return next((Path(f) for f in folders if (Path(f) / "cuda_runtime_api.h").exists()), None)
+    """Return the folder of CUDA's headers."""
+    header = cuda.find("include/cuda_runtime_api.h")
+    return None if header is None else header.parent
 
 
 def commands() -> dict[str, list[str]]:
@@ -38,11 +38,11 @@ def commands() -> dict[str, list[str]]:
     emulation = ["-std=c++17", "-xc++", "-Itests/emulation", "-Icsrc", "-Wno-unknown-pragmas"]
     kernels = (*ROOT.glob("csrc/cuda/kernels/*.cu"), *ROOT.glob("tests/emulation/**/*.cpp"))
     found.update({path: emulation for path in kernels})
-    cuda = cuda_include()
-    if cuda is None:
+    headers = cuda_include()
+    if headers is None:
         print("no cuda_runtime_api.h was found: csrc/cuda/*.cpp are not checked")
     else:
-        adapters = ["-std=c++20", *TORCH, f"-isystem{cuda}", "-DUSE_CUDA"]
+        adapters = ["-std=c++20", *TORCH, f"-isystem{headers}", "-DUSE_CUDA"]
         found.update({path: adapters for path in ROOT.glob("csrc/cuda/*.cpp")})
     return {str(path.relative_to(ROOT)): command for path, command in found.items()}
 

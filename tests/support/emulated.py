@@ -7,10 +7,8 @@ four operators with the signatures of ``syncbn.ops``, on CPU tensors.
 import ctypes
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from glob import glob
 from pathlib import Path
 
 import ptx
@@ -80,16 +78,7 @@ PTX_FLAGS = ["-O1", "-fwrapv", "-ffp-contract=off", *OWN_VARIABLES]
 PTX_SUPPORT = [EMULATION / "ptx" / "registry.cpp", EMULATION / "ptx" / "cuda_runtime.cpp"]
 
 
-def find_nvcc() -> str | None:
-    from torch.utils.cpp_extension import CUDA_HOME
-
-    homes = [CUDA_HOME] if CUDA_HOME else []
-    homes += [home for folder in sys.path for home in glob(f"{folder}/nvidia/cu*")]
-    found = [nvcc for home in homes if os.path.exists(nvcc := f"{home}/bin/nvcc")]
-    return found[0] if found else None
-
-
-def build_ptx(folder: Path, nvcc: str, architecture: str) -> ctypes.CDLL:
+def build_ptx(folder: Path, nvcc: Path, architecture: str) -> ctypes.CDLL:
     """Compile the kernels to PTX, that to C++, and load it behind the launchers of nvcc's."""
     sources = sorted(KERNELS.glob("*.cu"))
     translated = [folder / f"{source.stem}.ptx.cpp" for source in sources]

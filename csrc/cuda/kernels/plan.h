@@ -60,7 +60,7 @@ constexpr int64_t kLongestSegment = 1 << 24;
 struct Plan {
   Geometry geometry;
   DType dtype;
-  bool is_matrix;
+  bool is_matrix;          // also of small planes, whose geometry is planar
   int vector;              // values that a thread loads at once
   bool aligned;            // false: planar, with values of other planes in first and last slots
   int64_t slots_in_plane;  // planar
@@ -76,11 +76,11 @@ struct Plan {
   int64_t num_counters() const { return splits == 1 ? 0 : tiles; }
 };
 
-// Returns how many of a block's threads add up the partial sums of each of `channels`: a power of
-// two, so many that each loads once, or as many as there are.
-SYNCBN_HOST_DEVICE inline int num_readers(int threads, int channels, int splits) {
+// Returns how many of a block's threads add up `number` sums of each of `channels`: a power of two,
+// so many that each has all its loads in flight at once, or as many as there are.
+SYNCBN_HOST_DEVICE inline int num_readers(int threads, int channels, int number) {
   int readers = 1;
-  while (kPartialLoads * readers < splits && 2 * readers * channels <= threads) {
+  while (kPartialLoads * readers < number && 2 * readers * channels <= threads) {
     readers *= 2;
   }
   return readers;
