@@ -1,5 +1,6 @@
 import ctypes
 import os
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -138,6 +139,9 @@ def library(
     nvcc = cuda.find("bin/nvcc")
     if nvcc is None:
         pytest.skip("no nvcc is here whose PTX could be run")
+    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    if "release 13." not in version:
+        pytest.skip(f"expected nvcc 13, whose launches cuda_runtime.cpp knows, but got {version}")
     return emulated.build_ptx(folder, nvcc, os.environ.get("SYNCBN_PTX_ARCH", "90"))
 
 

@@ -135,22 +135,18 @@ T __ldcs(const T* pointer) {
   return *pointer;
 }
 
-inline void __threadfence() { syncbn::emulation::Block::current_thread->fenced = true; }
+inline void __threadfence() { syncbn::emulation::Block::current->fence(); }
 
 namespace syncbn::emulation {
 
 // An atomic operation tells other blocks that something is done. On a GPU they may see it before
-// what was done, unless the thread has fenced; here they get a turn right after it.
+// what was done, without a fence; here they get a turn right after it.
 template <typename T, typename Update>
 T atomic(T* pointer, const Update& update) {
   static_assert(std::is_integral_v<T>, "the order of floating-point additions would vary");
-  if (!Block::current_thread->fenced) {
-    Block::current->fail_thread("signals other blocks without a __threadfence");
-  }
-  Block::current_thread->fenced = false;
   const T old = *pointer;
   *pointer = update(old);
-  Block::current->suspend(Wait::kTurn);
+  Block::current->signal();
   return old;
 }
 

@@ -77,7 +77,8 @@ struct Thread {
   Wait wait;
   unsigned value_bytes;  // of the value that it offers to its warp
   uint64_t value;
-  bool fenced;  // since its last atomic operation
+  uint64_t fenced;    // phase of its block, or 0: not since it last signaled
+  bool has_signaled;  // other blocks, by an atomic operation
 };
 
 inline std::string to_string(const uint3& index) {
@@ -133,8 +134,10 @@ class Block {
       thread.fiber.start(&run_thread);
       thread.index = {i % blockDim.x, i / blockDim.x % blockDim.y, i / blockDim.x / blockDim.y};
       thread.wait = Wait::kTurn;
-      thread.fenced = false;
+      thread.fenced = 0;
+      thread.has_signaled = false;
     }
+    stored_ = acquired_ = 0;
     shared_bytes_ = shared_bytes;
     shared_.resize(kMaxSharedBytes + kGuardBytes);
 #if defined(__SANITIZE_ADDRESS__)  // finds reads past the end too; without it, only writes show
@@ -178,6 +181,29 @@ class Block {
   // The time between two barriers of the block; no other block or launch has the same number.
   uint64_t phase() const { return phase_; }
   uint64_t first_phase() const { return first_phase_; }
+
+  // Another block may read what this one has stored if one thread of each signals, between two
+  // fences: barriers order the stores of a block before the first fence, its loads behind the
+  // second one.
+  void note_store() { stored_ = phase_; }
+
+  void fence() {
+    current_thread->fenced = phase_;
+    if (current_thread->has_signaled) {
+      acquired_ = phase_;
+    }
+  }
+
+  void signal() {
+    if (current_thread->fenced <= stored_) {
+      fail_thread("signals other blocks without a fence behind the stores of its block");
+    }
+    current_thread->fenced = 0;
+    current_thread->has_signaled = true;
+    suspend(Wait::kTurn);
+  }
+
+  bool has_acquired() const { return acquired_ != 0 && acquired_ < phase_; }
 
   void* shared(size_t bytes) {
     if (bytes > shared_bytes_) {
@@ -282,6 +308,8 @@ class Block {
 
   uint3 index_;
   uint64_t first_phase_, phase_;
+  uint64_t stored_;    // phase of the last store to global memory, or 0
+  uint64_t acquired_;  // phase of the last fence behind a signal, or 0
   const std::function<void()>* kernel_;
   Fiber fiber_;  // runs the threads' fibers
   std::string failure_;

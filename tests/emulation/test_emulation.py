@@ -12,7 +12,7 @@ from emulated import EMULATION, ORDERS, PLAIN, SANITIZED, compile_cxx
 
 # Faults of sample_kernels.cpp, and what is said about them.
 FAULTS = {
-    "missing_threadfence": "signals other blocks without a __threadfence",
+    "missing_threadfence": "signals other blocks without a fence behind the stores of its block",
     "threads_exit_before_barrier": r"waits at __syncthreads, but thread \(64, 0, 0\) has exited",
     "lanes_exit_before_shuffle": "waits at __shfl_down_sync with 8 bytes, but .* has exited",
     "lanes_at_barrier_and_shuffle": "__shfl_down_sync with 8 bytes, but .* waits at __syncthreads",

@@ -201,6 +201,17 @@ def test_every_small_inner_size(library, check, channels, dtype):
 
 
 @each_operator
+@pytest.mark.parametrize("slot", range(8))  # of those that a thread loads at once
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensor_ends_within_a_vector(library, check, slot, dtype):
+    width = 16 // dtype.itemsize
+    inner = width * (32 * slot + 10) + width - 1  # a warp's threads load `slot` vectors, then ten
+    x = make_input((1, 1, inner), "contiguous", dtype)
+    dy = make_input((1, 1, inner), "contiguous", dtype, mean=0.1, seed=1)
+    check(library, placed(x, 0), placed(dy, 0))
+
+
+@each_operator
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [((4, 65537), torch.float32), ((3, 65536), torch.bfloat16), ((2, 16385, 2), torch.float16)],

@@ -15,6 +15,20 @@ OWN_PLACE = """
     mul.wide.u32 %rd9, %r4, 8;
     add.s64 %rd10, %rd0, %rd9;
 """
+STORE_SIGNAL_READ = (
+    FIRST_IN_BLOCK
+    + OWN_PLACE
+    + """
+    cvt.u64.u32 %rd11, %r4;
+    st.global.u64 [%rd10], %rd11;
+    bar.sync 0;
+    membar.gl;
+    atom.global.inc.u32 %r1, [%rd1], 9;
+    membar.gl;
+    bar.sync 0;
+    ld.global.u64 %rd12, [%rd10];
+    ret;"""
+)
 
 SOUND = {
     # Each thread stores the number of its turns, which is its own.
@@ -67,16 +81,7 @@ SOUND = {
         st.global.u64 [%rd10], %rd12;
         ret;""".replace("0x", str(2**32 * 5 + 7)),
     ),
-    "read_own": (
-        1,
-        FIRST_IN_BLOCK
-        + OWN_PLACE
-        + """
-        cvt.u64.u32 %rd11, %r4;
-        st.global.u64 [%rd10], %rd11;
-        ld.global.u64 %rd12, [%rd10];
-        ret;""",
-    ),
+    "read_own": (2, STORE_SIGNAL_READ),
     # 16 bytes through all of a vector's places.
     "vectors": (
         2,
@@ -130,6 +135,18 @@ FAULTS = {
         1,
         "membar.gl; atom.global.inc.u32 %r1, [%rd0], 9; atom.global.inc.u32 %r1, [%rd0], 9; ret;",
     ),
+    "signals other blocks without a fence behind the stores of its block": (
+        2,
+        STORE_SIGNAL_READ.replace("bar.sync 0;\n    membar.gl;", "membar.gl;\n    bar.sync 0;", 1),
+    ),
+    "reads what other blocks write without a signal and a fence": (
+        2,
+        STORE_SIGNAL_READ.replace("9;\n    membar.gl;", "9;"),
+    ),
+    "reads what other blocks write without a signal and a fence ": (
+        2,
+        STORE_SIGNAL_READ.replace("membar.gl;\n    bar.sync 0;", "membar.gl;"),
+    ),
     "reads 8 bytes at an address that is not aligned to them": (
         1,
         "ld.global.nc.v2.f32 {%f1, %f2}, [%rd0+4]; ret;",
@@ -156,17 +173,19 @@ def launch(tmp_path_factory):
 
 @pytest.mark.parametrize("words", FAULTS)
 def test_fault_ends_the_launch_with_words(launch, words):
-    memory = np.zeros(8, dtype=np.uint64)
-    unwritten = memory[1:2] if "yet to write" in words else None
+    memory, more = np.zeros((2, 8), dtype=np.uint64)
+    unwritten = memory if "write without" in words else None
+    if "yet to write" in words:
+        unwritten = memory[1:2]
     name = f"fault_{list(FAULTS).index(words)}"
-    arrays = [memory] * FAULTS[words][0]
+    arrays = [memory, more][: FAULTS[words][0]]
     said = launch(name, 2, arrays, blocks=2, shared_bytes=16, unwritten=unwritten)
     assert re.search(words.strip(), said or "nothing")
 
 
 def test_memory_that_the_launch_has_written_may_be_read(launch):
-    memory = np.zeros(4, dtype=np.uint64)
-    assert launch("read_own", 2, [memory], blocks=2, unwritten=memory) is None
+    memory, counter = np.zeros((2, 4), dtype=np.uint64)
+    assert launch("read_own", 2, [memory, counter], blocks=2, unwritten=memory) is None
     assert memory.tolist() == [0, 1, 2, 3]
 
 

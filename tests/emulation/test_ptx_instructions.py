@@ -109,14 +109,18 @@ def of_floats(function):
 
 
 def fused(kind, a, b, c):
-    if not all(map(math.isfinite, (a, b, c))):
-        with np.errstate(invalid="ignore"):
-            return float(np.float64(a) * np.float64(b) + np.float64(c))
-    return nearest(Fraction(a) * Fraction(b) + Fraction(c), kind)
+    if all(map(math.isfinite, (a, b, c))):
+        exact = Fraction(a) * Fraction(b) + Fraction(c)
+        if exact != 0:
+            return nearest(exact, kind)
+    with np.errstate(invalid="ignore"):
+        return float(np.float64(a) * np.float64(b) + np.float64(c))
 
 
 def smaller(_, a, b):
-    return b if math.isnan(a) else a if math.isnan(b) else min(a, b)
+    if math.isnan(a) or math.isnan(b):
+        return b if math.isnan(a) else a
+    return min(a, b, key=lambda value: (value, math.copysign(1, value)))  # -0 before 0
 
 
 def larger(_, a, b):
@@ -229,7 +233,9 @@ def launch(tmp_path_factory):
 
 
 def same(a, b):
-    return a == b or (a != a and b != b)
+    if a != a or b != b:
+        return a != a and b != b
+    return a == b and math.copysign(1, a) == math.copysign(1, b)
 
 
 @pytest.mark.parametrize("opcode", RULES)

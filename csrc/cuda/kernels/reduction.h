@@ -122,16 +122,17 @@ __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_
       mine[0] = sums.first;
       mine[channels] = sums.second;
     }
-    __threadfence();
     __syncthreads();
     if (thread == 0) {
+      // One thread's fences are those of its block: barriers order the others with it.
+      __threadfence();
       memory.is_last = atomicInc(&workspace.counters[blockIdx.x], splits - 1) == splits - 1u;
+      __threadfence();
     }
     __syncthreads();
     if (!memory.is_last) {
       return;
     }
-    __threadfence();
     sums = add_up(memory, owned, splits, [&](int channel, int split) {
       const double* const theirs = partials + 2 * channels * split + channel;
       return TwoSums{theirs[0], theirs[channels]};

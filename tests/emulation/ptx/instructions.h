@@ -57,6 +57,17 @@ inline T remainder(T a, T b) {
   return std::is_signed_v<T> && b == T(-1) ? T(0) : T(a % b);
 }
 
+// NaN loses against a number, and -0 is less than 0.
+template <typename T>
+inline T minimum(T a, T b) {
+  return a == b ? (std::signbit(a) ? a : b) : std::fmin(a, b);
+}
+
+template <typename T>
+inline T maximum(T a, T b) {
+  return a == b ? (std::signbit(a) ? b : a) : std::fmax(a, b);
+}
+
 // A distance beyond the width shifts all bits out.
 template <typename T>
 inline T shift_left(T a, uint32_t distance) {
@@ -75,6 +86,6 @@ inline uint16_t float_to_half(float value) { return __float2half_rn(value).bits;
 inline uint16_t float_to_bfloat16(float value) { return __float2bfloat16_rn(value).bits; }
 
 inline void barrier() { Block::current->suspend(Wait::kSyncthreads); }
-inline void fence() { Block::current_thread->fenced = true; }
+inline void fence() { Block::current->fence(); }
 
 }  // namespace syncbn::emulation::ptx

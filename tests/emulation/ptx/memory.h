@@ -5,7 +5,8 @@
 //   writes before the next barrier;
 // - a launch writes no address twice, reads nothing by a non-coherent load (ld.global.nc)
 //   that it has written, and nothing of `unwritten` before it has written it;
-// - a thread fences before it signals others by an atomic operation.
+// - a block fences before it signals others by an atomic operation, and again before it reads
+//   `unwritten`.
 #pragma once
 
 #include <bitset>
@@ -165,9 +166,12 @@ template <typename T, int kLength>
 inline Values<T, kLength> load_global(uint64_t address) {
   Values<T, kLength> result;
   check_aligned<decltype(result)>(address, "reads");
-  if (unwritten.begin <= address && address < unwritten.end &&
-      written.count(address, sizeof(result)) < sizeof(result)) {
+  const bool is_unwritten = unwritten.begin <= address && address < unwritten.end;
+  if (is_unwritten && written.count(address, sizeof(result)) < sizeof(result)) {
     Block::current->fail_thread("reads memory that the launch has yet to write");
+  }
+  if (is_unwritten && !Block::current->has_acquired()) {
+    Block::current->fail_thread("reads what other blocks write without a signal and a fence");
   }
   std::memcpy(&result, to_pointer(address), sizeof(result));
   return result;
@@ -189,19 +193,16 @@ inline void store_global(uint64_t address, Values<T, kLength> values) {
   if (written.add(address, sizeof(values))) {
     Block::current->fail_thread("writes memory that the launch has written already");
   }
+  Block::current->note_store();
   std::memcpy(to_pointer(address), &values, sizeof(values));
 }
 
 inline uint32_t atomic_inc(uint64_t address, uint32_t limit) {
   check_aligned<uint32_t>(address, "signals with");
-  if (!Block::current_thread->fenced) {
-    Block::current->fail_thread("signals other blocks without a fence");
-  }
-  Block::current_thread->fenced = false;
   auto* counter = reinterpret_cast<uint32_t*>(to_pointer(address));
   const uint32_t old = *counter;
   *counter = old >= limit ? 0 : old + 1;
-  Block::current->suspend(Wait::kTurn);
+  Block::current->signal();
   return old;
 }
 
