@@ -295,6 +295,36 @@ def test_every_value_counts_once(device, shape, layout, dtype):
         assert torch.equal(sums, expected)
 
 
+# So many segments that several threads add up the partial sums of a channel, in several tiles.
+MANY_SEGMENTS = {
+    "rows of single channels": lambda width: (3000, 67),
+    "rows of pairs": lambda width: (2600, 130),
+    "rows of vectors": lambda width: (3500, 17 * width),
+    "planes as columns": lambda width: (1300, 16, 7, 7),
+    "short planes": lambda width: (7000, 3, 3),
+    "aligned planes": lambda width: (2, 2, 10_000 * width),
+    "unaligned planes": lambda width: (2, 3, 10_000 * width + 1),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MANY_SEGMENTS.values(), ids=MANY_SEGMENTS)
+def test_partial_sums_of_many_segments(library, shape, dtype):
+    device = Device(library, 132, "shuffled")
+    generator = torch.Generator().manual_seed(0)
+    shape = shape(16 // dtype.itemsize)
+    dy, x = (placed(t, 0) for t in torch.randint(0, 4, (2, *shape), generator=generator).to(dtype))
+    plan = device.plan(dy, x)
+    assert plan["splits"] > 8 and plan["tiles"] > 1
+    zeros, ones = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
+    expected = torch.cat([dy.double().sum(reduced_dims(x)), (dy * x).double().sum(reduced_dims(x))])
+    sums, _, _ = device.batch_norm_backward_reduce(dy, x, zeros, ones)
+    assert torch.equal(sums, expected)
+    sums = device.batch_norm_stats(x)[: shape[1]]
+    # Threads merge means, which are rounded to float32.
+    torch.testing.assert_close(sums, x.double().sum(reduced_dims(x)), rtol=1e-6, atol=0)
+
+
 def moments(message):
     sums, squares, count = message.split([len(message) // 2, len(message) // 2, 1])
     return sums / count, squares / count - (sums / count).square()
