@@ -201,6 +201,16 @@ def test_every_small_inner_size(library, check, channels, dtype):
 
 
 @each_operator
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_planes_end_in_each_load_of_a_thread(library, check, dtype):
+    shape = (256 // dtype.itemsize, 3, 261)  # more than two turns of loads on one multiprocessor
+    x = make_input(shape, "contiguous", dtype)
+    check(
+        library, placed(x, 0), placed(make_input(shape, "contiguous", dtype, mean=0.1, seed=1), 0)
+    )
+
+
+@each_operator
 @pytest.mark.parametrize("slot", range(8))  # of those that a thread loads at once
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tensor_ends_within_a_vector(library, check, slot, dtype):
