@@ -8,8 +8,8 @@
 using namespace syncbn;
 using namespace syncbn::cuda;
 
-// Writes what cuda_plans.py names FIELDS; the tensor is aligned. Returns false where it is neither
-// contiguous nor channels-last.
+// Writes the fields of class Plan in cuda_plans.py; the tensor is aligned. Returns false where it
+// is neither contiguous nor channels-last.
 extern "C" bool find_plan(const int64_t* sizes, const int64_t* strides, int64_t dim, int dtype,
                           int multiprocessors, int64_t* fields) {
   const auto geometry = find_geometry(sizes, strides, dim);

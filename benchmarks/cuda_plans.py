@@ -43,9 +43,8 @@ class Kernel(NamedTuple):
     inputs: int  # tensors that it reads
     tensors: int  # that it reads or writes
     reduces: bool
-    chain: (
-        int  # loads of a channel's constants, each after the one before, ahead of the first value
-    )
+    # Loads of a channel's constants, each after the one before, ahead of the first value.
+    chain: int
 
 
 KERNELS = (

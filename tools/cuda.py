@@ -8,7 +8,12 @@ from torch.utils import cpp_extension
 
 
 def find(name: str) -> Path | None:
-    """Return a file such as ``bin/nvcc`` of the first CUDA that has it."""
+    """Return a file such as ``bin/nvcc`` of the first CUDA that has it.
+
+    In the order of setup.py, which cannot import this: the toolkit, then the newest package.
+    """
     homes = [cpp_extension.CUDA_HOME] if cpp_extension.CUDA_HOME else []
-    homes += [home for path in sys.path for home in sorted(glob(f"{path}/nvidia/cu*"))]
+    homes += [
+        home for path in sys.path for home in sorted(glob(f"{path}/nvidia/cu*"), reverse=True)
+    ]
     return next((file for home in homes if (file := Path(home) / name).exists()), None)

@@ -65,7 +65,8 @@ struct Sums {
 };
 
 // The squares are those about zero of the mean that from_sums() will find, so that a process alone
-// reads back what it wrote but for one rounding of `squares`: 0 for equal values.
+// reads back what it wrote but for one rounding of `squares`: 0 for equal values, unless several
+// such sums were added up.
 SYNCBN_HOST_DEVICE inline Sums to_sums(const Moments<double>& moments) {
   if (moments.count == 0) {
     return {0, 0};

@@ -23,7 +23,7 @@ int32_t check_cuda(const Tensor& input) {
   return input.get_device_index();
 }
 
-// Cached per device. Its first operator also finds the counters, while nothing is captured yet.
+// Cached per device. Its first operator also locates the counters, as a capture could not.
 int count_multiprocessors(int device, void* stream) {
   static std::mutex mutex;
   static std::map<int, int> known;
@@ -37,7 +37,7 @@ int count_multiprocessors(int device, void* stream) {
     }
     SYNCBN_CHECK(error == cudaSuccess, "syncbn cannot use CUDA device ", device, ": ",
                  cudaGetErrorString(error));
-    find_counters(device, static_cast<cudaStream_t>(stream));
+    locate_counters(device, static_cast<cudaStream_t>(stream));
   }
   return number;
 }

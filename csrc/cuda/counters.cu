@@ -26,7 +26,7 @@ bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
     cudaGetLastError();  // another stream captures; the launch itself will say so
-    return false;
+    return true;
   }
   return status != cudaStreamCaptureStatusNone;
 }
@@ -41,8 +41,8 @@ Allotments& allotments() {
   return all;
 }
 
-// Asks for the address of the current device's counters; it stays null where that fails.
-void find(Allotment& allotment) {
+// The address stays null where that fails.
+void locate(Allotment& allotment) {
   if (allotment.counters == nullptr) {
     void* address = nullptr;
     if (cudaGetSymbolAddress(&address, counters) != cudaSuccess) {
@@ -55,7 +55,6 @@ void find(Allotment& allotment) {
 
 // Returns the first of `number` counters, or null.
 unsigned int* allot(Allotment& allotment, int64_t number) {
-  find(allotment);
   if (allotment.counters == nullptr || allotment.taken + number > kNumCounters) {
     return nullptr;
   }
@@ -65,10 +64,10 @@ unsigned int* allot(Allotment& allotment, int64_t number) {
 
 }  // namespace
 
-void find_counters(int device, cudaStream_t stream) {
+void locate_counters(int device, cudaStream_t stream) {
   if (!is_capturing(stream)) {
     const std::lock_guard<std::mutex> lock(allotments().mutex);
-    find(allotments().of_device[device]);
+    locate(allotments().of_device[device]);
   }
 }
 
@@ -80,6 +79,7 @@ unsigned int* take_counters(int device, cudaStream_t stream, int64_t number) {
   if (captured) {
     return allot(allotment, number);
   }
+  locate(allotment);
   // cudaStreamPerThread is another stream in each thread.
   if (number > kCountersOfStream || stream == cudaStreamPerThread) {
     return nullptr;

@@ -7,9 +7,9 @@
 
 namespace syncbn::cuda {
 
-// Finds the counters of `device`, the current one, unless `stream` captures: it may load code,
-// which a capture may forbid.
-void find_counters(int device, cudaStream_t stream);
+// Asks for the address of the counters of `device`, the current one, unless a stream captures: that
+// may load code, which a capture may forbid.
+void locate_counters(int device, cudaStream_t stream);
 
 // Returns `number` counters of `device`, the current one, that no launch uses that may run at the
 // same time as this one, or null where there are none: the caller then needs to make some.

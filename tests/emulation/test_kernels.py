@@ -57,17 +57,20 @@ def device(library):
     return Device(library, 8, "shuffled")
 
 
-def sum_tolerance(dtype, terms, plan):
+def sum_tolerance(dtype, terms, plan, in_chunks):
     """Bound the error of sums per channel by half an eps of the sum of magnitudes per rounding.
 
-    A value goes through the sum of a vector, of a chunk of vectors (and the chunk's mean and
-    deviations: 8 more), of its thread's chunks, and of threads by pairs; a merge of two means or
-    variances is five roundings. Blocks are added up in float64.
+    A value is subtracted from, multiplied and goes through the sum of a vector, that of its
+    thread's vectors, and of threads by pairs. In chunks, vectors are added up to a mean and then
+    deviations from it, and chunks are merged: a merge of two means or variances is five roundings.
+    Blocks are added up in float64.
     """
     threads = plan["block_y"] if plan["matrix"] else plan["block_x"]
-    chunk = min(16, 128 // (plan["vector"] * dtype.itemsize)) if plan["matrix"] else 8
-    chunks = math.ceil(plan["segment"] / threads)
-    roundings = plan["vector"] + chunk + 8 + chunks + 5 * math.ceil(math.log2(threads))
+    vectors = math.ceil(plan["segment"] / threads)
+    if in_chunks:
+        chunk = min(16, 128 // (plan["vector"] * dtype.itemsize)) if plan["matrix"] else 8
+        vectors = chunk + 8 + 5 * math.ceil(vectors / chunk)
+    roundings = 2 + plan["vector"] + vectors + 5 * math.ceil(math.log2(threads))
     eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     return roundings * eps / 2 * terms.abs().sum(reduced_dims(terms)) + math.ulp(1.0)
 
@@ -86,11 +89,13 @@ def check_stats(library, x, dy):
         sums, squares, count = message.split([x.size(1), x.size(1), 1])
         assert count.item() == n
         error = (sums - n * mean).abs()
-        assert (error <= sum_tolerance(x.dtype, reach.expand_as(x), plan)).all()
+        assert (error <= sum_tolerance(x.dtype, reach.expand_as(x), plan, in_chunks=True)).all()
         # The message's own rounding: float64's eps of the sum of squares.
         rounding = 4 * torch.finfo(torch.float64).eps * n * (mean.square() + var)
         error = (squares - sums.square() / n - n * var).abs()
-        assert (error <= sum_tolerance(x.dtype, deviations.square(), plan) + rounding).all()
+        assert (
+            error <= sum_tolerance(x.dtype, deviations.square(), plan, in_chunks=True) + rounding
+        ).all()
 
 
 def channel_values(x, seed):
@@ -131,9 +136,9 @@ def check_backward_reduce(library, x, dy):
         sums, grad_weight, grad_bias = results
         dy_sums, product_sums = sums.chunk(2)
         error = (dy_sums - dy.double().sum(reduced_dims(x))).abs()
-        assert (error <= sum_tolerance(x.dtype, dy.double(), plan)).all()
+        assert (error <= sum_tolerance(x.dtype, dy.double(), plan, in_chunks=False)).all()
         error = (product_sums - products.sum(reduced_dims(x))).abs()
-        assert (error <= sum_tolerance(x.dtype, products, plan)).all()
+        assert (error <= sum_tolerance(x.dtype, products, plan, in_chunks=False)).all()
         assert torch.equal(grad_bias, dy_sums) and torch.equal(grad_weight, product_sums)
 
 
@@ -278,17 +283,20 @@ def test_no_wave_of_blocks_is_half_empty(library, channels, size, dtype, multipr
     x = torch.empty(256, channels, size, size, dtype=dtype, device="meta")
     plan = Device(library, multiprocessors, "forward").plan(x)
     blocks, resident = plan["tiles"] * plan["splits"], 2 * multiprocessors
-    assert blocks / (resident * math.ceil(blocks / resident)) > 0.85
+    assert blocks / (resident * math.ceil(blocks / resident)) > 0.85  # 0.9, or what can be had
 
 
 def test_few_partial_sums_are_left_to_one_block(library):
     """Else it reads them at the speed of one multiprocessor."""
     for dtype in DTYPES:
-        for channels in (32, 64, 65, 256, 2048):
+        for channels in (24, 32, 42, 64, 65, 256, 2048):
             x = torch.empty(200_000, channels, dtype=dtype, device="meta")
-            plan = Device(library, 132, "forward").plan(x)
-            owned = plan["block_x"] * plan["vector"]
-            assert 16 * owned * plan["splits"] <= 96 * 1024
+            for multiprocessors in (132, 1000):
+                plan = Device(library, multiprocessors, "forward").plan(x)
+                owned = plan["block_x"] * plan["vector"]
+                # Half of a narrower row would be less than a sector.
+                is_narrow = owned * dtype.itemsize < 64
+                assert 16 * owned * plan["splits"] <= 96 * 1024 or is_narrow
 
 
 @pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
@@ -326,7 +334,7 @@ def test_partial_sums_of_many_segments(library, shape, dtype):
     shape = shape(16 // dtype.itemsize)
     dy, x = (placed(t, 0) for t in torch.randint(0, 4, (2, *shape), generator=generator).to(dtype))
     plan = device.plan(dy, x)
-    assert plan["splits"] > 8 and plan["tiles"] > 1
+    assert plan["splits"] > 8 and plan["tiles"] > 1  # 8: the loads of a reader
     zeros, ones = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
 
     def sums_of(*tensors):

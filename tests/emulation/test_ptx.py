@@ -130,6 +130,12 @@ FAULTS = {
         + OWN_PLACE
         + "st.global.u64 [%rd10], %rd0; ld.global.nc.u16 %rs1, [%rd10+6]; ret;",
     ),
+    "reads memory that the launch has written": (
+        1,
+        FIRST_IN_BLOCK
+        + OWN_PLACE
+        + "st.global.u64 [%rd10], %rd0; ld.global.u8 %rs1, [%rd10+7]; ret;",
+    ),
     "reads memory that the launch has yet to write": (1, "ld.global.u64 %rd1, [%rd0+8]; ret;"),
     "signals other blocks without a fence": (
         1,

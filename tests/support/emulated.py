@@ -86,7 +86,8 @@ def build_ptx(folder: Path, nvcc: Path, architecture: str) -> ctypes.CDLL:
     def translate(source: Path, target: Path) -> None:
         to = [f"-arch=compute_{architecture}", f"-code=compute_{architecture}"]
         keep = ["--keep", "--keep-dir", folder]
-        options = ["-c", "-O3", "-std=c++17", "-Xcompiler=-fPIC", *to, *keep]  # as setup.py's
+        # Optimized as in setup.py.
+        options = ["-c", "-O3", "-std=c++17", "-Xcompiler=-fPIC", *to, *keep]
         run([nvcc, *options, source, "-o", folder / f"{source.stem}.launch.o"])
         target.write_text(ptx.translate((folder / f"{source.stem}.ptx").read_text()))
 

@@ -53,20 +53,35 @@ struct PrepareNormalize {
     return operands;
   }
 
+  struct Derived {
+    Verdict verdict;
+    Moments<double> batch;
+    double invstd;
+  };
+
+  __device__ Derived derive(const Operands& operands) const {
+    Derived derived;
+    derived.verdict = judge_sums(operands.count, operands.tag_sum, judge.expectation);
+    const bool sound = derived.verdict == Verdict::kSound;
+    derived.batch = from_sums(operands.sums, sound ? operands.count : NAN);
+    derived.invstd = 1 / sqrt(derived.batch.variance() + eps);
+    return derived;
+  }
+
   template <typename A>
-  __device__ Normalize<double> formula(const Operands& operands) const {
-    const Moments<double> batch = moments(operands);
-    return normalize_constants(batch.mean, static_cast<A>(batch.mean), inverse(batch),
+  __device__ Normalize<double> formula(const Operands& operands, const Derived& derived) const {
+    const double center = static_cast<A>(derived.batch.mean);
+    return normalize_constants(derived.batch.mean, center, derived.invstd,
                                decode(weight, operands.weight, 1), decode(bias, operands.bias, 0));
   }
 
-  __device__ void finish(const Operands& operands, int64_t channel) const {
-    const Moments<double> batch = moments(operands);
+  __device__ void finish(const Operands& operands, const Derived& derived, int64_t channel) const {
+    const Moments<double>& batch = derived.batch;
     mean[channel] = batch.mean;
-    invstd[channel] = inverse(batch);
+    invstd[channel] = derived.invstd;
     if (channel == 0) {
       *count = batch.count;
-      judge.write(verdict(operands));
+      judge.write(derived.verdict);
     }
     if (batch.count > 0) {  // neither an empty group nor a pass that is not sound
       move_running(operands, channel, batch);
@@ -74,19 +89,6 @@ struct PrepareNormalize {
   }
 
  private:
-  __device__ Verdict verdict(const Operands& operands) const {
-    return judge_sums(operands.count, operands.tag_sum, judge.expectation);
-  }
-
-  __device__ Moments<double> moments(const Operands& operands) const {
-    const bool sound = verdict(operands) == Verdict::kSound;
-    return from_sums(operands.sums, sound ? operands.count : NAN);
-  }
-
-  __device__ double inverse(const Moments<double>& batch) const {
-    return 1 / sqrt(batch.variance() + eps);
-  }
-
   __device__ void move_running(const Operands& operands, int64_t channel,
                                const Moments<double>& batch) const {
     // A cumulative average needs the new counter in all blocks: another kernel has counted.

@@ -43,10 +43,16 @@ struct PrepareGradInput {
     return operands;
   }
 
+  using Derived = Verdict;
+
+  __device__ Verdict derive(const Operands& operands) const {
+    return judge_sums(operands.withdrawn, operands.tag_sum, judge.expectation);
+  }
+
   template <typename A>
-  __device__ GradInput<double> formula(const Operands& operands) const {
+  __device__ GradInput<double> formula(const Operands& operands, Verdict verdict) const {
     double group_count = operands.count < 1 ? 1 : operands.count;
-    if (verdict(operands) != Verdict::kSound) {
+    if (verdict != Verdict::kSound) {
       group_count = NAN;
     }
     return grad_input_constants(operands.mean, static_cast<A>(operands.mean), operands.invstd,
@@ -54,15 +60,10 @@ struct PrepareGradInput {
                                 operands.sum_dy_xhat, group_count);
   }
 
-  __device__ void finish(const Operands& operands, int64_t channel) const {
+  __device__ void finish(const Operands&, Verdict verdict, int64_t channel) const {
     if (channel == 0) {
-      judge.write(verdict(operands));
+      judge.write(verdict);
     }
-  }
-
- private:
-  __device__ Verdict verdict(const Operands& operands) const {
-    return judge_sums(operands.withdrawn, operands.tag_sum, judge.expectation);
   }
 };
 

@@ -3,10 +3,11 @@
 // A thread takes chunks of 8 or 16 vectors into registers and goes over them twice, for the
 // mean and for the squared deviations from it: as robust as Welford's method, without a division
 // for each value. Chunks, then threads, are merged exactly (csrc/common/moments.h has the formula)
-// in float, then blocks in float64. Floats do not hold the mean of values far from zero: all
-// threads of a block subtract the same value of the channel, the pivot, first; and before they are
-// merged, the mean that the first of them has found, so that what is rounded then is small. Values
-// that were 16 bits wide need neither, for their own rounding is coarser.
+// in float; then the columns of a channel, where it has several, and blocks are added up in
+// float64. Floats do not hold the mean of values far from zero: all threads of a channel or column
+// subtract the same of its values, the pivot, first; and before they are merged, the mean that the
+// first of them has found, so that what is rounded then is small. Values that were 16 bits wide
+// need neither, for their own rounding is coarser.
 
 #include "../../common/message.h"
 #include "../../common/moments.h"
@@ -81,19 +82,20 @@ __device__ void put_sums(Memory& memory, int term, double pivot, A count, A mean
 
 struct Output {
   double* message;
+  double count;
   Announcement announcement;
   Workspace workspace;
 };
 
 template <typename Memory>
 __device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_channels, int terms,
-                               double count, const Output& out) {
+                               const Output& out) {
   finish_reduction(memory, channels, tile_channels, terms, out.workspace,
                    [=](int64_t channel, const TwoSums& sums) {
                      out.message[channel] = sums.first;
                      out.message[channels + channel] = sums.second;
                      if (channel == 0) {
-                       write_end(out.message, channels, count, out.announcement);
+                       write_end(out.message, channels, out.count, out.announcement);
                      }
                    });
 }
@@ -171,7 +173,7 @@ __device__ __forceinline__ void consume_slots(ChannelMoments<A, 1>& state,
 
 template <typename T, int kVector>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, double count, Output out) {
+    stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, Output out) {
   using A = compute_t<T>;
   using State = ChannelMoments<A, kVector>;
   constexpr int kRows = rows_in_flight(sizeof(T) * kVector);
@@ -225,13 +227,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
                state.m2[v]);
     }
   }
-  finish_message(memory, matrix.channels, matrix.tile_channels, matrix.columns_of_channel, count,
-                 out);
+  finish_message(memory, matrix.channels, matrix.tile_channels, matrix.columns_of_channel, out);
 }
 
 template <typename T, int kVector, bool kAligned>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    stats_planar_kernel(Planar planar, const T* __restrict__ input, double count, Output out) {
+    stats_planar_kernel(Planar planar, const T* __restrict__ input, Output out) {
   using A = compute_t<T>;
   using State = ChannelMoments<A, 1>;
   auto& memory = shared_memory<ReductionMemory<A, State>>();
@@ -277,15 +278,15 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   if (threadIdx.x == 0) {
     put_sums(memory, threadIdx.y, full_pivot[0], state.count, state.mean[0], state.m2[0]);
   }
-  finish_message(memory, planar.channels, blockDim.y, /*terms=*/1, count, out);
+  finish_message(memory, planar.channels, blockDim.y, /*terms=*/1, out);
 }
 
 }  // namespace
 
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
                              Announcement announcement, Workspace workspace) {
-  const Output out{message, announcement, workspace};
   const auto count = static_cast<double>(plan.geometry.per_channel());
+  const Output out{message, count, announcement, workspace};
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
   dispatch_plan(
@@ -295,8 +296,7 @@ void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, 
         constexpr int kVector = vector;
         using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, kVector>>;
         launch(stats_matrix_kernel<T, kVector>, grid, block, sizeof(Memory),
-               static_cast<cudaStream_t>(stream), Matrix(plan), static_cast<const T*>(input), count,
-               out);
+               static_cast<cudaStream_t>(stream), Matrix(plan), static_cast<const T*>(input), out);
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
@@ -304,7 +304,7 @@ void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, 
         using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, 1>>;
         launch(stats_planar_kernel<T, kVector, aligned>, grid, block, sizeof(Memory),
                static_cast<cudaStream_t>(stream), Planar(plan, input), static_cast<const T*>(input),
-               count, out);
+               out);
       });
 }
 

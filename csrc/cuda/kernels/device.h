@@ -37,8 +37,8 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t num_shared_
   }
   if (error != cudaSuccess) {
     throw std::runtime_error(
-        std::string("syncbn: a CUDA kernel could not be launched, or one that was launched before "
-                    "it, maybe not ours, has failed (CUDA_LAUNCH_BLOCKING=1 tells): ") +
+        std::string("syncbn: a CUDA kernel could not be launched, or an earlier one, perhaps not "
+                    "syncbn's, has failed (CUDA_LAUNCH_BLOCKING=1 shows which): ") +
         cudaGetErrorString(error));
   }
 }

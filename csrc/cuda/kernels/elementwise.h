@@ -1,9 +1,10 @@
 // Element-wise kernels, which compute each value from those at the same position of some tensors by
 // a Formula of common/formulas.h. Each tensor is read or written once.
 //
-// One thread of a block prepares each of the block's channels: prepare.load(channel, first) issues
-// all loads, formula<A>(operands) waits for them and returns the constants, and behind the barrier
-// finish(operands, channel) writes results of the channel, in the first of the blocks that have it.
+// Each channel of a block is prepared by one of its threads: prepare.load(channel, first) issues
+// all loads, derive(operands) waits for them, formula<A>(operands, derived) returns the constants,
+// and behind the barrier finish(operands, derived, channel) writes results of the channel, in the
+// first of the blocks that have it.
 //
 // A block goes downwards through its segment, whose end the reduction before it has read last: what
 // is still in the L2 cache comes first. Its first loads are on their way while it prepares, but
@@ -40,24 +41,26 @@ struct ConstantsMemory {
   }
 };
 
-// Puts the constants of a channel at `place`, in the thread that prepares it, behind the first
-// loads of values of all threads. All threads of the block call it.
+// Puts the constants of a channel, number `index` of the block's, in the thread that prepares it,
+// behind the first loads of values of all threads. All threads of the block call it.
 template <typename A, typename Memory, typename Prepare, typename Load>
 __device__ __forceinline__ void prepare_channel(Memory& memory, const Prepare& prepare,
-                                                bool prepares, int place, int64_t channel,
+                                                bool prepares, int index, int64_t channel,
                                                 const Load& load_values) {
   const bool is_first = blockIdx.y == 0;
   typename Prepare::Operands operands;
+  typename Prepare::Derived derived{};
   if (prepares) {
     operands = prepare.load(channel, is_first);
   }
   load_values();
   if (prepares) {
-    memory.put(place, prepare.template formula<A>(operands));
+    derived = prepare.derive(operands);
+    memory.put(index, prepare.template formula<A>(operands, derived));
   }
   __syncthreads();
   if (prepares && is_first) {
-    prepare.finish(operands, channel);
+    prepare.finish(operands, derived, channel);
   }
 }
 

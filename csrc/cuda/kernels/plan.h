@@ -28,29 +28,29 @@ namespace syncbn::cuda {
 constexpr int kMaxThreads = 256;  // in a block
 constexpr int kVectorBytes = 16;
 constexpr int kWarp = 32;
-// Bytes of a row of a matrix that a block reads: a line of the cache, or down to a sector of one
-// where the last block of a tile would have more than so many bytes of partial sums to read, at the
-// speed of one multiprocessor.
+// Bytes of a row of a matrix that a block reads, about: a line of the cache.
 constexpr int kRowBytes = 128;
-constexpr int kLeastRowBytes = 32;
+// Bytes of partial sums that the last block of a tile reads, at the speed of one multiprocessor.
+// Where they would be more, tiles are narrower, down to about a sector of a line.
 constexpr int64_t kMostPartialBytes = 96 * 1024;
+constexpr int kLeastRowBytes = 32;
 
 // Vectors that a thread has in flight, of all tensors: 64 KB in a multiprocessor.
 constexpr int kUnroll = 8;
-// The same of a matrix, whose vectors may be narrow: as many bytes, in at most 16 registers. Of 24,
-// sm_100 and sm_120 spill.
+// Rows of a matrix that a thread has in flight, whose vectors may be narrow: as many bytes, in at
+// most 16 loads. With 24 loads sm_100 and sm_120 spill.
 SYNCBN_HOST_DEVICE constexpr int rows_in_flight(int vector_bytes) {
   const int rows = kUnroll * kVectorBytes / vector_bytes;
   return rows < 16 ? rows : 16;
 }
-// Blocks in a multiprocessor: all are resident, so that no last wave is half empty. The same for
-// all kernels, so that one goes through the segments of the one before it.
+// Blocks of a multiprocessor: all are resident, so that no last wave is half empty where tensors
+// are large. The same for all kernels, so that one goes through the segments of the one before it.
 constexpr int kBlocks = 2;
 
 // Partial sums of a channel that a thread has in flight, of both kinds.
 constexpr int kPartialLoads = 8;
 
-// Columns of a matrix in a block, at most.
+// Columns of a matrix in a block, at most: the terms of its channels' sums.
 constexpr int kMaxTerms = 512;
 
 // Values of a channel, or of a column of a matrix, in a block: a float counts them exactly, and 32
@@ -88,15 +88,15 @@ SYNCBN_HOST_DEVICE inline int num_readers(int threads, int channels, int number)
 
 namespace detail {
 
-// Returns the share of multiprocessors that work until the last block is done.
+// Returns the mean share of the resident blocks' places that are taken.
 inline double busy_share(int64_t blocks, int64_t resident) {
   const auto waves = static_cast<double>(ceil_div(blocks, resident));
   return static_cast<double>(blocks) / (waves * static_cast<double>(resident));
 }
 
 // Splits `length` so that the blocks of all tiles fill what is resident at once or, where there are
-// many tiles, leave a tenth of the waves empty, or as little as can be; into segments of `shortest`
-// to `longest`.
+// many tiles, leave at most a tenth of the waves empty, or as little as eight times the splits can;
+// into segments of `shortest` to `longest`.
 inline void split_segments(Plan& plan, int64_t length, int64_t shortest, int64_t longest,
                            int64_t resident) {
   const int64_t most = std::max<int64_t>(1, ceil_div(length, shortest));
@@ -184,6 +184,11 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   const int widest = kVectorBytes / size_of(plan.dtype);
   plan.aligned = true;
   plan.vector = widest;
+  // Of planes of a vector or three, a warp would read a part of many lines.
+  const bool is_tiny = inner * size_of(plan.dtype) < kRowBytes / 2;
+  if (is_tiny && are_columns(plan.geometry, widest, alignment)) {
+    return plan_matrix(plan, alignment, resident);
+  }
   if (inner % widest == 0 && alignment % kVectorBytes == 0) {
     plan.slots_in_plane = inner / widest;
   } else if (are_columns(plan.geometry, widest, alignment)) {

@@ -1,8 +1,8 @@
 // The reduction of what a block's threads have to two sums per channel over all blocks.
 //
-// Within a block threads merge pairwise, through shared memory, to two sums for each of its terms:
-// a channel has one or, where the columns of a matrix are values of a plane, several. If a tile of
-// channels is split over blocks, each writes the sums of its channels to the workspace, and the
+// Within a block threads merge pairwise, through shared memory, to two sums for each term of a
+// channel: it has one or, where the columns of a matrix are values of a plane, several. If a tile
+// of channels is split over blocks, each writes the sums of its channels to the workspace, and the
 // block that finishes last, as an integer counter tells, adds all of them up. Every order is fixed,
 // so the bits are the same on each run; and atomicInc leaves the counter at zero for the next
 // launch. Launches that share counters must not overlap, as those of one stream do not:
@@ -124,7 +124,7 @@ __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_
     }
     __syncthreads();
     if (thread == 0) {
-      // One thread's fences are those of its block: barriers order the others with it.
+      // The barriers around them make its fences cover the stores and loads of the whole block.
       __threadfence();
       memory.is_last = atomicInc(&workspace.counters[blockIdx.x], splits - 1) == splits - 1u;
       __threadfence();

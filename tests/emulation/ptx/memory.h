@@ -3,8 +3,8 @@
 // - each access is aligned to its size;
 // - shared memory is read after it was written, and what one thread writes no other one reads or
 //   writes before the next barrier;
-// - a launch writes no address twice, reads nothing by a non-coherent load (ld.global.nc)
-//   that it has written, and nothing of `unwritten` before it has written it;
+// - a launch writes no address twice, and reads nothing that it has written, but of `unwritten`: of
+//   that nothing before it has written it, nor by a non-coherent load (ld.global.nc);
 // - a block fences before it signals others by an atomic operation, and again before it reads
 //   `unwritten`.
 #pragma once
@@ -167,8 +167,12 @@ inline Values<T, kLength> load_global(uint64_t address) {
   Values<T, kLength> result;
   check_aligned<decltype(result)>(address, "reads");
   const bool is_unwritten = unwritten.begin <= address && address < unwritten.end;
-  if (is_unwritten && written.count(address, sizeof(result)) < sizeof(result)) {
+  const size_t num_written = written.count(address, sizeof(result));
+  if (is_unwritten && num_written < sizeof(result)) {
     Block::current->fail_thread("reads memory that the launch has yet to write");
+  }
+  if (!is_unwritten && num_written > 0) {
+    Block::current->fail_thread("reads memory that the launch has written");
   }
   if (is_unwritten && !Block::current->has_acquired()) {
     Block::current->fail_thread("reads what other blocks write without a signal and a fence");
@@ -180,11 +184,10 @@ inline Values<T, kLength> load_global(uint64_t address) {
 // ld.global.nc, through a cache that does not see what other threads write.
 template <typename T, int kLength>
 inline Values<T, kLength> load_noncoherent_global(uint64_t address) {
-  const auto result = load_global<T, kLength>(address);
-  if (written.count(address, sizeof(result)) > 0) {
+  if (written.count(address, kLength * sizeof(T)) > 0) {
     Block::current->fail_thread("reads by a non-coherent load what the launch has written");
   }
-  return result;
+  return load_global<T, kLength>(address);
 }
 
 template <typename T, int kLength>
