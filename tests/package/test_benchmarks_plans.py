@@ -26,6 +26,33 @@ def test_plan_is_that_of_the_kernels(library):
     assert plan.tiles * plan.splits == 264 and plan.loads * plan.block_y * plan.splits >= 100_352
 
 
+DECISIONS = {
+    "several channels in a block": (
+        Case("", (64, 1024, 14, 14), "float32", "contiguous"),
+        {"block_x": 64, "block_y": 4, "tiles": 256, "splits": 1},
+    ),
+    "tiny planes are columns": (Case("", (256, 64, 2, 2), "float32", "contiguous"), {"matrix": 1}),
+    "small planes of whole vectors are not": (
+        Case("", (256, 64, 4, 4), "float32", "contiguous"),
+        {"matrix": 0, "aligned": 1},
+    ),
+    "wide tiles where rows are few": (
+        Case("", (1, 16384, 3, 3), "float32", "contiguous"),
+        {"matrix": 1, "block_x": 72, "tiles": 512},
+    ),
+    "more narrow vectors in flight": (
+        Case("", (32, 17, 112, 112), "bfloat16", "channels_last"),
+        {"vector": 1, "in_flight": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), DECISIONS.values(), ids=DECISIONS)
+def test_decisions_of_the_plan(library, case, expected):
+    plan = cuda_plans.find_plan(library, case, multiprocessors=132)._asdict()
+    assert {name: plan[name] for name in expected} == expected
+
+
 def test_times_are_the_sums_of_what_is_assumed():
     stats, apply = KERNELS[:2]
     case = Case("", (1000, 100, 10, 10), "float32", "contiguous")

@@ -184,15 +184,14 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   const int widest = kVectorBytes / size_of(plan.dtype);
   plan.aligned = true;
   plan.vector = widest;
+  const bool has_vectors = inner % widest == 0 && alignment % kVectorBytes == 0;
   // Of planes of a vector or three, a warp would read a part of many lines.
   const bool is_tiny = inner * size_of(plan.dtype) < kRowBytes / 2;
-  if (is_tiny && are_columns(plan.geometry, widest, alignment)) {
+  if ((is_tiny || !has_vectors) && are_columns(plan.geometry, widest, alignment)) {
     return plan_matrix(plan, alignment, resident);
   }
-  if (inner % widest == 0 && alignment % kVectorBytes == 0) {
+  if (has_vectors) {
     plan.slots_in_plane = inner / widest;
-  } else if (are_columns(plan.geometry, widest, alignment)) {
-    return plan_matrix(plan, alignment, resident);
   } else if (inner >= 2 * widest && same_phase) {
     plan.aligned = false;
     plan.slots_in_plane = (inner + 2 * widest - 2) / widest;  // wherever the plane begins
@@ -202,12 +201,11 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   }
   const int64_t slots = plan.geometry.outer * plan.slots_in_plane;
   plan.block_x = next_power_of_two(ceil_div(slots, kUnroll), kWarp, kMaxThreads);
-  // Several channels in a block rather than several waves of blocks, each of which loads little,
-  // unless the last wave were emptier.
-  const auto tiles_of = [&](int block_x) { return ceil_div(channels, kMaxThreads / block_x); };
-  while (plan.block_x > kWarp && 10 * tiles_of(plan.block_x / 2) >= 9 * resident &&
-         busy_share(tiles_of(plan.block_x / 2), resident) >
-             busy_share(tiles_of(plan.block_x), resident) - 0.05) {
+  // Several channels in a block rather than several waves of blocks, each of which loads little.
+  const auto fills_a_wave = [&](int block_x) {
+    return 10 * ceil_div(channels, kMaxThreads / block_x) >= 9 * resident;
+  };
+  while (plan.block_x > kWarp && fills_a_wave(plan.block_x / 2)) {
     plan.block_x /= 2;
   }
   plan.block_y = next_power_of_two(channels, 1, kMaxThreads / plan.block_x);
