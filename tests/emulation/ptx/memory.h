@@ -3,8 +3,9 @@
 // - each access is aligned to its size;
 // - shared memory is read after it was written, and what one thread writes no other one reads or
 //   writes before the next barrier;
-// - a launch writes no address twice, and reads nothing that it has written, but of `unwritten`: of
-//   that nothing before it has written it, nor by a non-coherent load (ld.global.nc);
+// - a launch writes no address twice and reads none that it has written, but for those of
+//   `unwritten`, which it reads after it has written them, not by non-coherent loads
+//   (ld.global.nc);
 // - a block fences before it signals others by an atomic operation, and again before it reads
 //   `unwritten`.
 #pragma once
