@@ -28,9 +28,17 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
 
   // Normalizes by the statistics of the whole group, and updates the running statistics.
   //   totals   the message summed over all ranks.
-  //   output   input's shape, dtype and layout: (x - mean) * invstd * weight + bias,
+  //   output   input's shape, dtype and layout: activation(z), with
+  //            z = (x - mean) * invstd * weight + bias + residual;
   //            invstd = 1 / sqrt(biased variance + eps); no weight is 1, no bias is 0.
-  //   mean, invstd [C], count [1]: what backward needs.
+  //   residual shape, dtype and layout of input; none is 0.
+  //   activation
+  //            0: none, 1: ReLU, 2: leaky ReLU with negative_slope, 3: SiLU. Of the unrounded
+  //            z, which is not positive where output's dtype would round it to 0.
+  //   mean, invstd [C], count [1], constants [2C]: what backward needs. Where constants are given
+  //            they are overwritten by scale and shift of each channel, with which z is computed:
+  //            (x - center) * scale + shift, center being the mean rounded to the type that is
+  //            computed in.
   // running_mean and running_var (both or neither) move by `momentum` toward the mean and the
   // unbiased variance; a momentum of None is the cumulative average, 1 / num_batches_tracked, and
   // needs num_batches_tracked. num_batches_tracked (int64, one element) grows by one. A channel
@@ -44,28 +52,50 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   m.def(
       "batch_norm_apply(Tensor input, Tensor totals, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-      "float? momentum, float eps, float? tag_sum=None, Tensor(d!)? verdict=None) "
+      "float? momentum, float eps, float? tag_sum=None, Tensor(d!)? verdict=None, "
+      "Tensor? residual=None, int activation=0, float negative_slope=0, "
+      "Tensor(e!)? constants=None) "
       "-> (Tensor output, Tensor mean, Tensor invstd, Tensor count)");
 
   // This rank's part of the sums over the batch that backward needs.
   //   grad_output  shape, dtype and layout of input.
-  //   sums         [2C]: sum of dy per channel, sum of dy * xhat per channel, with
+  //   sums         [2C]: sum of dz per channel, sum of dz * xhat per channel, with
   //                xhat = (x - mean) * invstd; [2C+4] with a tag. Ranks add them up.
+  //                dz is dy or, with an activation, dy times its derivative at the z of forward.
+  //   constants    with an activation: those of batch_norm_apply, for z to be computed again.
   //   grad_weight, grad_bias [C]: the same sums of this rank alone, in weight_dtype and bias_dtype,
   //                each a floating dtype.
   m.def(
       "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-      "ScalarType weight_dtype, ScalarType bias_dtype, float? tag=None, float outlook=0) "
+      "ScalarType weight_dtype, ScalarType bias_dtype, float? tag=None, float outlook=0, "
+      "Tensor? constants=None, int activation=0, float negative_slope=0) "
       "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)");
+
+  // The same where a residual has been added before an activation.
+  //   residual, constants
+  //                with SiLU, those of batch_norm_apply, for z to be computed again.
+  //   output       with ReLU and leaky ReLU, that of batch_norm_apply, which has the sign of z.
+  //   grad_residual
+  //                input's shape, dtype and layout: dz, rounded. The sums are of unrounded dz.
+  m.def(
+      "batch_norm_backward_reduce_residual(Tensor grad_output, Tensor input, Tensor mean, "
+      "Tensor invstd, ScalarType weight_dtype, ScalarType bias_dtype, float? tag, float outlook, "
+      "Tensor? constants, int activation, float negative_slope, Tensor? residual, Tensor? output) "
+      "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor grad_residual)");
 
   // The gradient of the input.
   //   sums         those of batch_norm_backward_reduce, summed over all ranks.
   //   count        [1]: number of values per channel in the whole group.
+  //   weight, constants
+  //                those of batch_norm_apply; constants only with an activation.
   //   grad_input   input's shape, dtype and layout:
-  //                (dy - sum(dy) / count - xhat * sum(dy * xhat) / count) * weight * invstd.
+  //                (dz - sum(dz) / count - xhat * sum(dz * xhat) / count) * weight * invstd,
+  //                with dz as above. With a residual and an activation, grad_residual is given for
+  //                grad_output and no activation.
   // With tag_sum, sums are of length 2C+4 and judged as totals are in batch_norm_apply.
   m.def(
       "batch_norm_backward_apply(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-      "Tensor? weight, Tensor sums, Tensor count, float? tag_sum=None, Tensor(a!)? verdict=None) "
+      "Tensor? weight, Tensor sums, Tensor count, float? tag_sum=None, Tensor(a!)? verdict=None, "
+      "Tensor? constants=None, int activation=0, float negative_slope=0) "
       "-> Tensor grad_input");
 }

@@ -14,6 +14,7 @@ __all__ = [
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_reduce",
+    "batch_norm_backward_reduce_residual",
     "batch_norm_stats",
 ]
 
@@ -21,7 +22,12 @@ __all__ = [
 _batch_norm_stats = torch.ops.syncbn.batch_norm_stats.default
 _batch_norm_apply = torch.ops.syncbn.batch_norm_apply.default
 _batch_norm_backward_reduce = torch.ops.syncbn.batch_norm_backward_reduce.default
+_batch_norm_backward_reduce_residual = torch.ops.syncbn.batch_norm_backward_reduce_residual.default
 _batch_norm_backward_apply = torch.ops.syncbn.batch_norm_backward_apply.default
+
+
+# What operators take for a residual and an activation; by default none, which costs nothing.
+Fused = Tensor | float | None
 
 
 class WithdrawnError(RuntimeError):
@@ -71,10 +77,12 @@ def batch_norm_apply(
     eps: float,
     tag_sum: float | None = None,
     verdict: Tensor | None = None,
+    *fused: Fused,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize, and update the running statistics: output, mean [C], invstd [C], count [1].
 
-    ``num_batches_tracked`` may have any dtype here.
+    ``num_batches_tracked`` may have any dtype here. ``fused`` are residual, activation,
+    negative_slope and constants, which are written.
     """
     tracked = num_batches_tracked
     counter = tracked
@@ -93,6 +101,7 @@ def batch_norm_apply(
             eps,
             tag_sum,
             verdict,
+            *fused,
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
@@ -110,14 +119,41 @@ def batch_norm_backward_reduce(
     bias_dtype: torch.dtype = torch.float64,
     tag: float | None = None,
     outlook: float = 0.0,
+    *fused: Fused,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute this rank's sums of dy and dy·xhat, float64 [2C], and grad_weight, grad_bias [C].
+    """Compute this rank's sums of dz and dz·xhat, float64 [2C], and grad_weight, grad_bias [C].
 
-    With a tag the sums are [2C+4], ending with 0, tag, outlook and its square.
+    dz is dy, or its product with the derivative of an activation: ``fused`` are constants,
+    activation and negative_slope. With a tag the sums are [2C+4], ending with 0, tag, outlook and
+    its square.
     """
     try:
         results: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook
+            grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook, *fused
+        )
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+    return results
+
+
+def batch_norm_backward_reduce_residual(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    tag: float | None,
+    outlook: float,
+    *fused: Fused,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what :func:`batch_norm_backward_reduce` does, and dz, the gradient of the residual.
+
+    ``fused`` are constants, activation, negative_slope, residual and output.
+    """
+    try:
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_backward_reduce_residual(
+            grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook, *fused
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
@@ -134,11 +170,15 @@ def batch_norm_backward_apply(
     count: Tensor,
     tag_sum: float | None = None,
     verdict: Tensor | None = None,
+    *fused: Fused,
 ) -> Tensor:
-    """Compute the gradient of the input from the sums of the whole group."""
+    """Compute the gradient of the input from the sums of the whole group.
+
+    ``fused`` are constants, activation and negative_slope.
+    """
     try:
         grad_input: Tensor = _batch_norm_backward_apply(
-            grad_output, input, mean, invstd, weight, sums, count, tag_sum, verdict
+            grad_output, input, mean, invstd, weight, sums, count, tag_sum, verdict, *fused
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
@@ -147,7 +187,8 @@ def batch_norm_backward_apply(
 
 # Their results never require a gradient: the callers give it.
 _library = torch.library.Library("syncbn", "IMPL", "Autograd")
-for _name in ("stats", "apply", "backward_reduce", "backward_apply"):
+_NAMES = ("stats", "apply", "backward_reduce", "backward_reduce_residual", "backward_apply")
+for _name in _NAMES:
     _library.impl(f"batch_norm_{_name}", torch.library.fallthrough_kernel)
 
 
@@ -177,8 +218,13 @@ def _(
     eps: float,
     tag_sum: float | None = None,
     verdict: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+    constants: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_one_device(input, totals, weight, bias, running_mean, running_var, num_batches_tracked)
+    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    _check_one_device(input, totals, *vectors, residual, constants)
     channels = input.size(1)
     return (
         torch.empty_like(input),
@@ -198,13 +244,42 @@ def _(
     bias_dtype: torch.dtype,
     tag: float | None = None,
     outlook: float = 0.0,
+    constants: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_one_device(grad_output, input, mean, invstd)
+    _check_one_device(grad_output, input, mean, invstd, constants)
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels + (0 if tag is None else 4)),
         mean.new_empty(channels, dtype=weight_dtype),
         mean.new_empty(channels, dtype=bias_dtype),
+    )
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward_reduce_residual")
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    tag: float | None,
+    outlook: float,
+    constants: Tensor | None,
+    activation: int,
+    negative_slope: float,
+    residual: Tensor | None,
+    output: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_one_device(grad_output, input, mean, invstd, constants, residual, output)
+    channels = input.size(1)
+    return (
+        mean.new_empty(2 * channels + (0 if tag is None else 4)),
+        mean.new_empty(channels, dtype=weight_dtype),
+        mean.new_empty(channels, dtype=bias_dtype),
+        torch.empty_like(input),
     )
 
 
@@ -219,6 +294,9 @@ def _(
     count: Tensor,
     tag_sum: float | None = None,
     verdict: Tensor | None = None,
+    constants: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
 ) -> Tensor:
-    _check_one_device(grad_output, input, mean, invstd, weight, sums, count)
+    _check_one_device(grad_output, input, mean, invstd, weight, sums, count, constants)
     return torch.empty_like(input)

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <optional>
 #include <string>
 
+#include "activations.h"
 #include "geometry.h"
 #include "message.h"
 #include "scalar_type.h"
@@ -65,19 +67,34 @@ inline void check_shape(const char* op, const char* name, const Tensor& tensor, 
                " to have shape [", size, "], but got ", format_list(tensor.sizes()));
 }
 
-// grad_output must match the input in shape, dtype, device and layout: one view serves both.
-inline void check_grad_output(const char* op, const Tensor& grad_output, const Tensor& input,
-                              const Geometry& geometry) {
-  check_same_device(op, "grad_output", grad_output, input);
-  SYNCBN_CHECK(grad_output.scalar_type() == input.scalar_type(), op,
-               ": expected grad_output to have dtype ", dtype_name(input.scalar_type()),
-               ", but got ", dtype_name(grad_output.scalar_type()));
-  SYNCBN_CHECK(same_values(grad_output.sizes(), input.sizes()), op,
-               ": expected grad_output to have shape ", format_list(input.sizes()), ", but got ",
-               format_list(grad_output.sizes()));
-  SYNCBN_CHECK(check_input(op, "grad_output", grad_output) == geometry, op,
-               ": expected grad_output to have the layout of input, strides ",
-               format_list(input.strides()), ", but got ", format_list(grad_output.strides()));
+// A tensor that must match the input in shape, dtype, device and layout: one view serves both.
+inline void check_like_input(const char* op, const char* name, const Tensor& tensor,
+                             const Tensor& input, const Geometry& geometry) {
+  check_same_device(op, name, tensor, input);
+  SYNCBN_CHECK(tensor.scalar_type() == input.scalar_type(), op, ": expected ", name,
+               " to have dtype ", dtype_name(input.scalar_type()), ", but got ",
+               dtype_name(tensor.scalar_type()));
+  SYNCBN_CHECK(same_values(tensor.sizes(), input.sizes()), op, ": expected ", name,
+               " to have shape ", format_list(input.sizes()), ", but got ",
+               format_list(tensor.sizes()));
+  SYNCBN_CHECK(check_input(op, name, tensor) == geometry, op, ": expected ", name,
+               " to have the layout of input, strides ", format_list(input.strides()), ", but got ",
+               format_list(tensor.strides()));
+}
+
+inline void check_like_input(const char* op, const char* name, const std::optional<Tensor>& tensor,
+                             const Tensor& input, const Geometry& geometry) {
+  if (tensor.has_value()) {
+    check_like_input(op, name, *tensor, input, geometry);
+  }
+}
+
+inline ActivationChoice to_activation(const char* op, int64_t activation, double negative_slope) {
+  SYNCBN_CHECK(0 <= activation && activation < kNumActivations, op,
+               ": expected activation to be 0 to ", kNumActivations - 1, ", but got ", activation);
+  SYNCBN_CHECK(std::isfinite(negative_slope) && negative_slope >= 0, op,
+               ": expected negative_slope to be finite and not negative, but got ", negative_slope);
+  return {static_cast<Activation>(activation), negative_slope};
 }
 
 // A weight, bias or running buffer: one value per channel, in the input's dtype, float32 or
@@ -142,6 +159,34 @@ inline void check_statistics(const char* op, const char* name, const Tensor& ten
   SYNCBN_CHECK(tensor.scalar_type() == ScalarType::Double && tensor.is_contiguous(), op,
                ": expected ", name, " to be contiguous float64");
   check_memory(op, name, tensor, size);
+}
+
+// The scale and shift of each channel, with which the argument of an activation is computed.
+inline void check_constants(const char* op, const std::optional<Tensor>& constants,
+                            const Tensor& input) {
+  if (constants.has_value()) {
+    check_statistics(op, "constants", *constants, 2 * input.size(1), input);
+  }
+}
+
+// What the gradient through an activation is computed from where no residual was added.
+inline void check_gradient_sources(const char* op, const ActivationChoice& choice,
+                                   const std::optional<Tensor>& constants) {
+  SYNCBN_CHECK(constants.has_value() == (choice.kind != Activation::kNone), op,
+               ": expected constants with an activation, and without one none");
+}
+
+// The same where one was.
+inline void check_residual_sources(const char* op, const ActivationChoice& choice,
+                                   const std::optional<Tensor>& constants,
+                                   const std::optional<Tensor>& residual,
+                                   const std::optional<Tensor>& output) {
+  SYNCBN_CHECK(choice.kind != Activation::kNone, op,
+               ": expected an activation; without one grad_output is the residual's gradient");
+  const bool is_silu = choice.kind == Activation::kSilu;
+  SYNCBN_CHECK(constants.has_value() == is_silu && residual.has_value() == is_silu &&
+                   output.has_value() != is_silu,
+               op, ": expected constants and residual with SiLU, output with ReLU and leaky ReLU");
 }
 
 inline Announcement to_announcement(const std::optional<double>& tag, double outlook) {

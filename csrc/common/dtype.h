@@ -30,6 +30,21 @@ SYNCBN_HOST_DEVICE constexpr double largest_finite(DType dtype) {
   return DBL_MAX;
 }
 
+// The largest number that the dtype holds as zero; of float32 and float64, which are computed in,
+// that is zero itself.
+SYNCBN_HOST_DEVICE constexpr double largest_zero(DType dtype) {
+  switch (dtype) {
+    case DType::kHalf:
+      return 0x1p-25;
+    case DType::kBFloat16:
+      return 0x1p-134;
+    case DType::kFloat:
+    case DType::kDouble:
+      break;
+  }
+  return 0;
+}
+
 // The type that values of T are computed in. T may be the host's or CUDA's type of a dtype.
 template <typename T>
 using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;

@@ -6,38 +6,50 @@
 // what the rounding left of the mean is part of the shift.
 //
 // A formula is a struct of its constants, each of type V: one number or several to compute with, or
-// a pointer to the constants of all channels. map() returns the same struct over another type.
+// a pointer to the constants of all channels. map() returns the same struct over another type. Its
+// activation is that of all channels.
 #pragma once
 
-#include "host_device.h"
+#include "activations.h"
 
 namespace syncbn {
 
-// y = (x - center) * scale + shift
-template <typename V>
-struct Normalize {
-  static constexpr int kInputs = 1;
+// y = activation(z), z = (x - center) * scale + shift, or that plus a residual.
+template <typename Act, bool kWithResidual>
+struct NormalizeThen {
+  template <typename V>
+  struct Formula {
+    static constexpr int kInputs = kWithResidual ? 2 : 1;
+    static constexpr int kConstants = 3;
 
-  V center;
-  V scale;
-  V shift;
+    V center;
+    V scale;
+    V shift;
+    Act activation;
 
-  template <typename Function>
-  SYNCBN_HOST_DEVICE SYNCBN_INLINE auto map(const Function& function) const {
-    return Normalize<decltype(function(center))>{function(center), function(scale),
-                                                 function(shift)};
-  }
-  SYNCBN_HOST_DEVICE SYNCBN_INLINE V operator()(const V (&inputs)[kInputs]) const {
-    const auto& [x] = inputs;
-    return (x - center) * scale + shift;
-  }
+    template <typename Function>
+    SYNCBN_HOST_DEVICE SYNCBN_INLINE auto map(const Function& function) const {
+      return Formula<decltype(function(center))>{function(center), function(scale), function(shift),
+                                                 activation};
+    }
+    SYNCBN_HOST_DEVICE SYNCBN_INLINE V operator()(const V (&inputs)[kInputs]) const {
+      V z = multiply_add(inputs[0] - center, scale, shift);
+      if constexpr (kWithResidual) {
+        z = z + inputs[1];
+      }
+      return activation.value(z);
+    }
+  };
 };
+
+template <typename V>
+using Normalize = NormalizeThen<NoActivation, false>::Formula<V>;
 
 SYNCBN_HOST_DEVICE inline Normalize<double> normalize_constants(double mean, double center,
                                                                 double invstd, double weight,
                                                                 double bias) {
   const double scale = weight * invstd;
-  return {center, scale, bias - (mean - center) * scale};
+  return {center, scale, bias - (mean - center) * scale, {}};
 }
 
 // dx = dy * scale + ((x - center) * slope + shift), which is
@@ -46,6 +58,7 @@ SYNCBN_HOST_DEVICE inline Normalize<double> normalize_constants(double mean, dou
 template <typename V>
 struct GradInput {
   static constexpr int kInputs = 2;
+  static constexpr int kConstants = 4;
 
   V center;
   V slope;
@@ -59,7 +72,7 @@ struct GradInput {
   }
   SYNCBN_HOST_DEVICE SYNCBN_INLINE V operator()(const V (&inputs)[kInputs]) const {
     const auto& [dy, x] = inputs;
-    return dy * scale + ((x - center) * slope + shift);
+    return multiply_add(dy, scale, multiply_add(x - center, slope, shift));
   }
 };
 
@@ -72,5 +85,30 @@ SYNCBN_HOST_DEVICE inline GradInput<double> grad_input_constants(double mean, do
   const double slope = -scale * invstd * (sum_dy_xhat / count);
   return {center, slope, -scale * (sum_dy / count) - (mean - center) * slope, scale};
 }
+
+// The same through an activation: its gradient, at the z of the forward pass, in place of dy.
+template <typename Act>
+struct GradInputThrough {
+  template <typename V>
+  struct Formula {
+    static constexpr int kInputs = 2;
+    static constexpr int kConstants = 5;
+
+    GradInput<V> grad_input;
+    V forward_shift;
+    Act activation;
+
+    template <typename Function>
+    SYNCBN_HOST_DEVICE SYNCBN_INLINE auto map(const Function& function) const {
+      return Formula<decltype(function(forward_shift))>{grad_input.map(function),
+                                                        function(forward_shift), activation};
+    }
+    SYNCBN_HOST_DEVICE SYNCBN_INLINE V operator()(const V (&inputs)[kInputs]) const {
+      const auto& [dy, x] = inputs;
+      const V z = multiply_add(x - grad_input.center, grad_input.scale, forward_shift);
+      return grad_input({activation.gradient(dy, z), x});
+    }
+  };
+};
 
 }  // namespace syncbn

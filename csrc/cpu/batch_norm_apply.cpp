@@ -1,5 +1,5 @@
 // batch_norm_apply on the CPU: statistics and running statistics per channel, then one pass over
-// the input, which reads it and writes the output once each.
+// the input, which reads it (and the residual) and writes the output once each.
 
 #include <cmath>
 
@@ -76,7 +76,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     std::optional<Tensor> bias, std::optional<Tensor> running_mean,
     std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
     std::optional<double> momentum, double eps, std::optional<double> tag_sum,
-    std::optional<Tensor> /*verdict*/) {
+    std::optional<Tensor> /*verdict*/, std::optional<Tensor> residual, int64_t activation,
+    double negative_slope, std::optional<Tensor> constants) {
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
   const Expectation expectation = to_expectation(tag_sum);
@@ -84,6 +85,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   check_channel_vector(kOp, "weight", weight, input);
   check_channel_vector(kOp, "bias", bias, input);
   check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
+  check_like_input(kOp, "residual", residual, input, geometry);
+  const ActivationChoice choice = to_activation(kOp, activation, negative_slope);
+  check_constants(kOp, constants, input);
 
   const auto* message = static_cast<const double*>(totals.const_data_ptr());
   const double group_count = message[2 * channels];
@@ -124,11 +128,29 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     store_channels(*running_var, work.running_variances);
   }
 
-  dispatch_dtype(input.scalar_type(), [&](auto tag) {
+  double* const center = work.constants.center;
+  double* const scale = work.constants.scale;
+  double* const shift = work.constants.shift;
+  if (constants.has_value()) {
+    auto* values = static_cast<double*>(constants->mutable_data_ptr());
+    std::copy(shift, shift + channels, std::copy(scale, scale + channels, values));
+  }
+  const DType dtype = to_dtype(input.scalar_type());
+  dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     auto* y = static_cast<T*>(output.mutable_data_ptr());
-    elementwise<Normalize, T>(geometry, {x}, y, work.constants);
+    dispatch_activation<compute_t<T>>(choice, dtype, [&](auto act) {
+      using Act = decltype(act);
+      if (residual.has_value()) {
+        const auto* r = static_cast<const T*>(residual->const_data_ptr());
+        elementwise<NormalizeThen<Act, true>::template Formula, T>(geometry, {x, r}, y,
+                                                                   {center, scale, shift, act});
+      } else {
+        elementwise<NormalizeThen<Act, false>::template Formula, T>(geometry, {x}, y,
+                                                                    {center, scale, shift, act});
+      }
+    });
   });
   return {output, mean, invstd, count};
 }

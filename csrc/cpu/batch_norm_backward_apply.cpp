@@ -43,18 +43,23 @@ struct PerChannel {
 Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                  const Tensor& invstd, std::optional<Tensor> weight,
                                  const Tensor& sums, const Tensor& count,
-                                 std::optional<double> tag_sum, std::optional<Tensor> /*verdict*/) {
+                                 std::optional<double> tag_sum, std::optional<Tensor> /*verdict*/,
+                                 std::optional<Tensor> constants, int64_t activation,
+                                 double negative_slope) {
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
-  check_grad_output(kOp, grad_output, input, geometry);
+  check_like_input(kOp, "grad_output", grad_output, input, geometry);
   check_statistics(kOp, "mean", mean, channels, input);
   check_statistics(kOp, "invstd", invstd, channels, input);
   check_channel_vector(kOp, "weight", weight, input);
   const Expectation expectation = to_expectation(tag_sum);
   check_sums(kOp, "sums", sums, 2 * channels, expectation, input);
   check_statistics(kOp, "count", count, 1, input);
+  const ActivationChoice choice = to_activation(kOp, activation, negative_slope);
+  check_constants(kOp, constants, input);
+  check_gradient_sources(kOp, choice, constants);
 
-  ChannelArrays arrays(/*capacity=*/5, channels);
+  ChannelArrays arrays(/*capacity=*/6, channels);
   PerChannel work;
   work.channels = channels;
   work.means = static_cast<const double*>(mean.const_data_ptr());
@@ -71,14 +76,28 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   work.constants.shift = arrays.add();
   work.constants.scale = arrays.add();
   dispatch_isa<PerChannel>(&work);
+  double* const forward_shift = arrays.add();
+  if (constants.has_value()) {
+    const auto* values = static_cast<const double*>(constants->const_data_ptr());
+    std::copy(values + channels, values + 2 * channels, forward_shift);
+  }
   Tensor grad_input = allocate_like(input);
 
-  dispatch_dtype(input.scalar_type(), [&](auto tag) {
+  const DType dtype = to_dtype(input.scalar_type());
+  dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* dy = static_cast<const T*>(grad_output.const_data_ptr());
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     auto* dx = static_cast<T*>(grad_input.mutable_data_ptr());
-    elementwise<GradInput, T>(geometry, {dy, x}, dx, work.constants);
+    dispatch_activation<compute_t<T>>(choice, dtype, [&](auto act) {
+      using Act = decltype(act);
+      if constexpr (std::is_same_v<Act, NoActivation>) {
+        elementwise<GradInput, T>(geometry, {dy, x}, dx, work.constants);
+      } else {
+        elementwise<GradInputThrough<Act>::template Formula, T>(
+            geometry, {dy, x}, dx, {work.constants, forward_shift, act});
+      }
+    });
   });
   return grad_input;
 }

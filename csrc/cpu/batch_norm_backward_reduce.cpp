@@ -1,13 +1,15 @@
 // batch_norm_backward_reduce on the CPU.
 //
-// Each item of work owns a segment of positions of some channels and sums dy and
-// dy * (x - center); center is the float next to the mean, and what that leaves of the mean is made
-// good for once, at the end. Reads both tensors once.
+// Each item of work owns a segment of positions of some channels and sums dz and
+// dz * (x - center); dz is dy, or its product with the derivative of an activation; center is the
+// float next to the mean, and what that leaves of the mean is made good for once, at the end. Reads
+// its tensors once.
 
 #include <vector>
 
 #include "../common/allocate.h"
 #include "../common/checks.h"
+#include "../common/terms.h"
 #include "channel_sums.h"
 #include "channel_vector.h"
 #include "dispatch.h"
@@ -15,62 +17,127 @@
 namespace syncbn::cpu {
 namespace {
 
-constexpr const char* kOp = "syncbn::batch_norm_backward_reduce";
-
-template <typename T>
+template <template <typename> class Formula, typename T>
 struct PlanarGradSums {
+  using A = compute_t<T>;
+
   template <typename Isa>
-  static SYNCBN_INLINE void run(const T* dy, const T* x, const Geometry* geometry, const Item* item,
-                                compute_t<T> center, double* grad, double* deviation) {
-    planar_sums<T, Isa, true>(dy, x, *geometry, *item, center, *grad, *deviation);
+  static SYNCBN_INLINE void run(const SummedTensors<Formula, T>* shared, const Geometry* geometry,
+                                const Item* item, const Formula<const A*>* constants, double* grad,
+                                double* deviation) {
+    const SummedTensors<Formula, T> tensors = *shared;  // which stores cannot change
+    const auto formula = constants->map([&](const A* values) { return values[item->channel]; });
+    planar_sums<Formula, T, Isa>(tensors, *geometry, *item, formula, *grad, *deviation);
   }
 };
 
-template <typename T>
+template <template <typename> class Formula, typename T>
 struct RowGradSums {
+  using A = compute_t<T>;
+
   template <typename Isa>
-  static SYNCBN_INLINE void run(const T* dy, const T* x, const Geometry* geometry, const Item* item,
-                                const compute_t<T>* centers, double* grads, double* deviations) {
-    row_sums<T, Isa, true>(dy, x, *geometry, *item, centers, grads, deviations);
+  static SYNCBN_INLINE void run(const SummedTensors<Formula, T>* shared, const Geometry* geometry,
+                                const Item* item, const Formula<const A*>* constants, double* grads,
+                                double* deviations) {
+    const SummedTensors<Formula, T> tensors = *shared;  // which stores cannot change
+    const auto of_item = constants->map([&](const A* values) { return values + item->channel; });
+    row_sums<Formula, T, Isa>(tensors, *geometry, *item, of_item, grads, deviations);
   }
 };
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook) {
-  const Geometry geometry = check_input(kOp, "input", input);
+// Sums of segments and channels. Constants are those of channels.
+template <template <typename> class Formula, typename T>
+void sum_segments(const Geometry& geometry, const Partition& partition,
+                  const SummedTensors<Formula, T>& tensors, const Formula<const double*>& constants,
+                  double* grads, double* deviations) {
+  using A = compute_t<T>;
   const int64_t channels = geometry.channels;
-  check_grad_output(kOp, grad_output, input, geometry);
-  check_statistics(kOp, "mean", mean, channels, input);
-  check_statistics(kOp, "invstd", invstd, channels, input);
-  check_grad_dtype(kOp, "weight_dtype", weight_dtype);
-  check_grad_dtype(kOp, "bias_dtype", bias_dtype);
+  std::vector<A> values(Formula<A>::kConstants * channels);
+  A* next = values.data();
+  const auto rounded = constants.map([&](const double* of_channels) -> const A* {
+    A* const array = next;
+    next = std::transform(of_channels, of_channels + channels, array, to_constant<A>);
+    return array;
+  });
+  for_each_item(geometry, partition, [&](const Item& item) {
+    double* const grad = grads + item.segment * channels + item.channel;
+    double* const deviation = deviations + item.segment * channels + item.channel;
+    if (is_in_rows(geometry)) {
+      dispatch_isa<RowGradSums<Formula, T>>(&tensors, &geometry, &item, &rounded, grad, deviation);
+    } else {
+      dispatch_isa<PlanarGradSums<Formula, T>>(&tensors, &geometry, &item, &rounded, grad,
+                                               deviation);
+    }
+  });
+}
+
+// Both operators: that with a residual has allocated its gradient.
+std::tuple<Tensor, Tensor, Tensor> reduce(
+    const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+    const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag,
+    double outlook, const std::optional<Tensor>& constants, int64_t activation,
+    double negative_slope, const std::optional<Tensor>& residual = {},
+    const std::optional<Tensor>& output = {}, const std::optional<Tensor>& grad_residual = {}) {
+  const Geometry geometry = check_input(op, "input", input);
+  const int64_t channels = geometry.channels;
+  check_like_input(op, "grad_output", grad_output, input, geometry);
+  check_statistics(op, "mean", mean, channels, input);
+  check_statistics(op, "invstd", invstd, channels, input);
+  check_grad_dtype(op, "weight_dtype", weight_dtype);
+  check_grad_dtype(op, "bias_dtype", bias_dtype);
+  const ActivationChoice choice = to_activation(op, activation, negative_slope);
+  check_constants(op, constants, input);
+  check_like_input(op, "residual", residual, input, geometry);
+  check_like_input(op, "output", output, input, geometry);
+  if (grad_residual.has_value()) {
+    check_residual_sources(op, choice, constants, residual, output);
+  } else {
+    check_gradient_sources(op, choice, constants);
+  }
 
   const Partition partition(geometry);
   const auto* means = static_cast<const double*>(mean.const_data_ptr());
   const auto* invstds = static_cast<const double*>(invstd.const_data_ptr());
   std::vector<double> grads(partition.segments * channels);
   std::vector<double> deviations(partition.segments * channels);
-  std::vector<double> rests(channels);  // of the means, from the centers
 
-  dispatch_dtype(input.scalar_type(), [&](auto tag) {
+  const double* const scales =
+      constants.has_value() ? static_cast<const double*>(constants->const_data_ptr()) : nullptr;
+  const double* const shifts = scales + (constants.has_value() ? channels : 0);
+  const DType dtype = to_dtype(input.scalar_type());
+  dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* dy = static_cast<const T*>(grad_output.const_data_ptr());
     const auto* x = static_cast<const T*>(input.const_data_ptr());
-    std::vector<compute_t<T>> centers(channels);
-    for (int64_t c = 0; c < channels; ++c) {
-      centers[c] = static_cast<compute_t<T>>(means[c]);
-      rests[c] = means[c] - centers[c];
+    T* dz = nullptr;
+    if (grad_residual.has_value()) {
+      dz = static_cast<T*>(grad_residual->mutable_data_ptr());
     }
-    for_each_item(geometry, partition, [&](const Item& item) {
-      double* const grad = &grads[item.segment * channels + item.channel];
-      double* const deviation = &deviations[item.segment * channels + item.channel];
-      if (is_in_rows(geometry)) {
-        dispatch_isa<RowGradSums<T>>(dy, x, &geometry, &item, &centers[item.channel], grad,
-                                     deviation);
-      } else {
-        dispatch_isa<PlanarGradSums<T>>(dy, x, &geometry, &item, centers[item.channel], grad,
-                                        deviation);
+    const auto data = [](const std::optional<Tensor>& tensor) {
+      return static_cast<const T*>(tensor->const_data_ptr());
+    };
+    double* const g = grads.data();
+    double* const d = deviations.data();
+    dispatch_activation<compute_t<T>>(choice, dtype, [&](auto act) {
+      using Act = decltype(act);
+      if constexpr (std::is_same_v<Act, NoActivation>) {
+        sum_segments<GradTerms, T>(geometry, partition, {{dy, x}}, {means}, g, d);
+        return;
+      } else if constexpr (std::is_same_v<Act, Silu>) {
+        if (residual.has_value()) {
+          sum_segments<GradTermsThrough<Act, true>::template Formula, T>(
+              geometry, partition, {{dy, x, data(residual)}, dz}, {means, scales, shifts, act}, g,
+              d);
+          return;
+        }
+      } else if (output.has_value()) {
+        sum_segments<GradTermsBehind<Act>::template Formula, T>(
+            geometry, partition, {{dy, x, data(output)}, dz}, {means, act}, g, d);
+        return;
+      }
+      if constexpr (!std::is_same_v<Act, NoActivation>) {
+        sum_segments<GradTermsThrough<Act, false>::template Formula, T>(
+            geometry, partition, {{dy, x}}, {means, scales, shifts, act}, g, d);
       }
     });
   });
@@ -86,8 +153,10 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   const int64_t size = announcement.present ? announced_size(channels) : 2 * channels;
   Tensor sums = allocate_vector(size, ScalarType::Double, input);
   auto* message = static_cast<double*>(sums.mutable_data_ptr());
+  const bool in_float = dtype != DType::kDouble;
   for (int64_t c = 0; c < channels; ++c) {
-    deviations[c] = (deviations[c] - rests[c] * grads[c]) * invstds[c];
+    const double rest = in_float ? means[c] - static_cast<float>(means[c]) : 0;
+    deviations[c] = (deviations[c] - rest * grads[c]) * invstds[c];
     message[c] = grads[c];
     message[channels + c] = deviations[c];
   }
@@ -102,9 +171,33 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
   return {sums, grad_weight, grad_bias};
 }
 
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
+    std::optional<Tensor> constants, int64_t activation, double negative_slope) {
+  return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
+                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_residual(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
+    std::optional<Tensor> constants, int64_t activation, double negative_slope,
+    std::optional<Tensor> residual, std::optional<Tensor> output) {
+  constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_residual";
+  check_input(kOp, "input", input);
+  const Tensor grad_residual = allocate_like(input);
+  auto [sums, grad_weight, grad_bias] =
+      reduce(kOp, grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook,
+             constants, activation, negative_slope, residual, output, grad_residual);
+  return {sums, grad_weight, grad_bias, grad_residual};
+}
+
 }  // namespace
 }  // namespace syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
   m.impl("batch_norm_backward_reduce", TORCH_BOX(&syncbn::cpu::batch_norm_backward_reduce));
+  m.impl("batch_norm_backward_reduce_residual",
+         TORCH_BOX(&syncbn::cpu::batch_norm_backward_reduce_residual));
 }

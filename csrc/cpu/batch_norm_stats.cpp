@@ -117,11 +117,11 @@ struct PlanarMoments {
     const auto count = static_cast<double>(item->length);
     A center = guess(x, *geometry, *item);
     double deviations, squares;
-    planar_sums<T, Isa, false>(x, x, *geometry, *item, center, deviations, squares);
+    planar_sums<DeviationTerms, T, Isa>({{x}}, *geometry, *item, {center}, deviations, squares);
     SegmentMoments moments = moments_of_sums<A>(count, center, deviations, squares);
     if (moments.center_is_far) {
       center = better_center<A>(moments, count);
-      planar_sums<T, Isa, false>(x, x, *geometry, *item, center, deviations, squares);
+      planar_sums<DeviationTerms, T, Isa>({{x}}, *geometry, *item, {center}, deviations, squares);
       moments = moments_of_sums<A>(count, center, deviations, squares);
     }
     *mean = moments.mean;
@@ -177,7 +177,7 @@ struct RowMoments {
     double squares[kMaxColumns];
     guess<Isa>(x, *geometry, *item, centers);
     for (bool again : {true, false}) {
-      row_sums<T, Isa, false>(x, x, *geometry, *item, centers, deviations, squares);
+      row_sums<DeviationTerms, T, Isa>({{x}}, *geometry, *item, {centers}, deviations, squares);
       int64_t num_far = 0;
       SYNCBN_INDEPENDENT
       for (int64_t c = 0; c < channels; ++c) {

@@ -1,12 +1,14 @@
-// Two sums over an item's values of each channel: of w, and of w * (x - center). In the backward
-// pass w is dy; for the statistics, where there is no dy, it is x - center itself, and the pointer
-// to dy is not used.
+// Two sums over an item's values of each channel: of the weights that a formula of common/terms.h
+// gives them, and of the products of weight and deviation.
 //
 // Every lane has sums of its own, which carry what rounding took from them (Kahan): as accurate as
 // double without the conversions. A group of packs is added up before it goes into a sum, without
-// a carry, which is the error that remains. Reads its input once.
+// a carry, which is the error that remains. Reads its inputs once.
 #pragma once
 
+#include <array>
+
+#include "../common/terms.h"
 #include "columns.h"
 #include "pack.h"
 #include "partition.h"
@@ -19,8 +21,7 @@ constexpr int kGroup = 8;
 // The distance at which planes are read ahead, measured: the statistics, which read a single
 // stream, get half of the bandwidth of memory without; two streams from memory get less if it is
 // further.
-template <bool kWithGrad>
-constexpr int64_t kAheadBytes = kWithGrad ? 1024 : 4096;
+constexpr int64_t ahead_bytes(int inputs) { return inputs == 1 ? 4096 : 1024; }
 
 // Kahan summation of V, a pack or a vector.
 template <typename V>
@@ -36,89 +37,140 @@ struct CompensatedSum {
   }
 };
 
+// The tensors of a sum, of one geometry: those that the formula takes and, if it stores the
+// weights, the one for them.
+template <template <typename> class Formula, typename T>
+struct SummedTensors {
+  static constexpr int kInputs = Formula<T>::kInputs;
+
+  std::array<const T*, kInputs> inputs;
+  T* output = nullptr;
+
+  SYNCBN_INLINE SummedTensors from(int64_t offset) const {
+    SummedTensors tensors = *this;
+    for (const T*& input : tensors.inputs) {
+      input += offset;
+    }
+    if constexpr (Formula<T>::kStores) {
+      tensors.output += offset;
+    }
+    return tensors;
+  }
+};
+
 // The sums of some packs.
-template <typename T, typename Isa, bool kWithGrad>
-struct Terms {
+template <template <typename> class Formula, typename T, typename Isa>
+struct PackSums {
   using P = Pack<compute_t<T>, Isa>;
+  using Tensors = SummedTensors<Formula, T>;
+  static constexpr int kInputs = Tensors::kInputs;
 
   P weights;
   P products;
 
-  static SYNCBN_INLINE Terms of(const P& dy, const P& deviation) {
-    const P weight = kWithGrad ? dy : deviation;
-    return {weight, weight * deviation};
+  static SYNCBN_INLINE PackSums zero() { return {P::zero(), P::zero()}; }
+  static SYNCBN_INLINE PackSums of(const Term<P>& term) {
+    return {term.weight, term.weight * term.deviation};
   }
-  static SYNCBN_INLINE Terms load_pack(const T* dy, const T* x, const P& center) {
-    const P deviation = load<T, Isa>(x) - center;
-    return of(kWithGrad ? load<T, Isa>(dy) : deviation, deviation);
+  // The pack that begins at `at`.
+  static SYNCBN_INLINE PackSums load_pack(const Tensors& tensors, const Formula<P>& formula,
+                                          int64_t at) {
+    P values[kInputs];
+    for (int i = 0; i < kInputs; ++i) {
+      values[i] = load<T, Isa>(tensors.inputs[i] + at);
+    }
+    const Term<P> term = formula(values);
+    if constexpr (Formula<T>::kStores) {
+      store<T, Isa>(term.weight, tensors.output + at);
+    }
+    return of(term);
+  }
+  // The last `count` values before `end`, fewer than a pack. Where it overlaps, the others of a
+  // full pack before `end` are there to be read, and their weights are stored already.
+  static SYNCBN_INLINE PackSums load_last_pack(const Tensors& tensors, const Formula<P>& formula,
+                                               int64_t end, int64_t count, bool overlaps) {
+    P values[kInputs];
+    for (int i = 0; i < kInputs; ++i) {
+      const T* const input = tensors.inputs[i] + end;
+      values[i] = overlaps ? load<T, Isa>(input - P::kSize) : load_last<T, Isa>(input, count);
+    }
+    const Term<P> term = formula(values);
+    if constexpr (Formula<T>::kStores) {
+      store_last<T, Isa>(term.weight, tensors.output + end, count);
+    }
+    if constexpr (kInputs == 1) {  // whose weight is the deviation
+      const P deviation = keep_last<T, Isa>(term.deviation, count);
+      return of({deviation, deviation});
+    }
+    return of({keep_last<T, Isa>(term.weight, count), keep_last<T, Isa>(term.deviation, count)});
   }
   // Packs that are `stride` apart.
   template <int kPacks>
-  static SYNCBN_INLINE Terms load_packs(const T* dy, const T* x, int64_t stride, const P& center) {
+  static SYNCBN_INLINE PackSums load_packs(const Tensors& tensors, const Formula<P>& formula,
+                                           int64_t at, int64_t stride) {
     if constexpr (kPacks == 1) {
-      return load_pack(dy, x, center);
+      return load_pack(tensors, formula, at);
+    } else if constexpr (Formula<T>::kIsLong) {
+      PackSums sum = zero();
+      for (int i = 0; i < kPacks; ++i) {
+        sum.add(load_pack(tensors, formula, at + i * stride));
+      }
+      return sum;
     } else {
       constexpr int kHalf = kPacks / 2;
-      Terms sum = load_packs<kHalf>(dy, x, stride, center);
-      sum.add(load_packs<kHalf>(dy + kHalf * stride, x + kHalf * stride, stride, center));
+      PackSums sum = load_packs<kHalf>(tensors, formula, at, stride);
+      sum.add(load_packs<kHalf>(tensors, formula, at + kHalf * stride, stride));
       return sum;
     }
   }
-  template <int kPacks>
-  static SYNCBN_INLINE void prefetch_packs(const T* dy, const T* x, int64_t stride) {
+  template <int kPacks, Ahead kAhead>
+  static SYNCBN_INLINE void prefetch_packs(const Tensors& tensors, int64_t at, int64_t stride) {
     for (int i = 0; i < kPacks; ++i) {
-      __builtin_prefetch(x + i * stride);
-      if constexpr (kWithGrad) {
-        __builtin_prefetch(dy + i * stride);
+      for (const T* input : tensors.inputs) {
+        prefetch_pack<P, kAhead>(input + at + i * stride);
+      }
+      if constexpr (Formula<T>::kStores) {
+        prefetch_pack<P, kAhead, /*kToWrite=*/true>(tensors.output + at + i * stride);
       }
     }
   }
-  SYNCBN_INLINE void add(const Terms& other) {
+  SYNCBN_INLINE void add(const PackSums& other) {
     weights = weights + other.weights;
     products = products + other.products;
   }
 };
 
-// One channel of planes.
-template <typename T, typename Isa, bool kWithGrad>
-SYNCBN_INLINE void planar_sums(const T* dy, const T* x, const Geometry& geometry, const Item& item,
-                               compute_t<T> center, double& weights, double& products) {
-  using A = compute_t<T>;
-  using P = Pack<A, Isa>;
-  using GroupTerms = Terms<T, Isa, kWithGrad>;
+// One channel of planes, of which `formula` has the constants.
+template <template <typename> class Formula, typename T, typename Isa>
+SYNCBN_INLINE void planar_sums(const SummedTensors<Formula, T>& tensors, const Geometry& geometry,
+                               const Item& item, const Formula<compute_t<T>>& constants,
+                               double& weights, double& products) {
+  using P = Pack<compute_t<T>, Isa>;
+  using Packs = PackSums<Formula, T, Isa>;
   constexpr int kSize = P::kSize;
-  const P centers = P::broadcast(center);
-  using Vector = typename P::Vector;
-  CompensatedSum<Vector> weight_sum{}, product_sum{};
+  const auto formula = constants.map(
+      [](compute_t<T> constant) __attribute__((always_inline)) { return P::broadcast(constant); });
+  CompensatedSum<typename P::Vector> weight_sum{}, product_sum{};
   for (Spans spans(geometry, item.channel, item.begin, item.length); spans.left > 0; spans.next()) {
-    const T* const span_x = x + spans.offset;
-    const T* const span_dy = dy + spans.offset;
     const int64_t n = spans.length();
-    int64_t i = 0;
-    for (; i + kGroup * kSize <= n; i += kGroup * kSize) {
-      constexpr int64_t kAhead = kAheadBytes<kWithGrad> / sizeof(T);
-      GroupTerms::template prefetch_packs<kGroup>(span_dy + i + kAhead, span_x + i + kAhead, kSize);
-      const GroupTerms group =
-          GroupTerms::template load_packs<kGroup>(span_dy + i, span_x + i, kSize, centers);
+    const int64_t end = spans.offset + n;
+    int64_t at = spans.offset;
+    for (; at + kGroup * kSize <= end; at += kGroup * kSize) {
+      constexpr int64_t kAhead = ahead_bytes(Formula<T>::kInputs) / sizeof(T);
+      Packs::template prefetch_packs<kGroup, Ahead::kFirstLine>(tensors, at + kAhead, kSize);
+      const Packs group = Packs::template load_packs<kGroup>(tensors, formula, at, kSize);
       weight_sum.add(group.weights.low + group.weights.high);
       product_sum.add(group.products.low + group.products.high);
     }
-    if (i == n) {
+    if (at == end) {
       continue;
     }
-    GroupTerms rest{P::zero(), P::zero()};
-    for (; i + kSize <= n; i += kSize) {
-      rest.add(GroupTerms::load_pack(span_dy + i, span_x + i, centers));
+    Packs rest = Packs::zero();
+    for (; at + kSize <= end; at += kSize) {
+      rest.add(Packs::load_pack(tensors, formula, at));
     }
-    if (const int64_t count = n - i; count > 0) {
-      const bool overlaps = n >= kSize;  // with values that are summed already
-      P last = overlaps ? load<T, Isa>(span_x + n - kSize) : load_last<T, Isa>(span_x + n, count);
-      const P deviation = keep_last<T, Isa>(last - centers, count);
-      if constexpr (kWithGrad) {
-        last = overlaps ? load<T, Isa>(span_dy + n - kSize) : load_last<T, Isa>(span_dy + n, count);
-        last = keep_last<T, Isa>(last, count);
-      }
-      rest.add(GroupTerms::of(last, deviation));
+    if (at < end) {
+      rest.add(Packs::load_last_pack(tensors, formula, end, end - at, /*overlaps=*/n >= kSize));
     }
     weight_sum.add(rest.weights.low + rest.weights.high);
     product_sum.add(rest.products.low + rest.products.high);
@@ -131,30 +183,40 @@ SYNCBN_INLINE void planar_sums(const T* dy, const T* x, const Geometry& geometry
   }
 }
 
-// Rows that lie `stride` apart, of kMaxColumns at most. Centers, and the sums, which are
+// Rows that lie `stride` apart, of kMaxColumns at most. Constants, and the sums, which are
 // overwritten, are those of columns.
-template <typename T, typename Isa, bool kWithGrad>
-SYNCBN_INLINE void column_sums(const T* dy, const T* x, int64_t stride, int64_t rows, int64_t width,
-                               const compute_t<T>* column_centers, double* weights,
-                               double* products) {
+template <template <typename> class Formula, typename T, typename Isa>
+SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t stride,
+                               int64_t rows, int64_t width,
+                               const Formula<const compute_t<T>*>& column_constants,
+                               double* weights, double* products) {
   using A = compute_t<T>;
   using P = Pack<A, Isa>;
-  using GroupTerms = Terms<T, Isa, kWithGrad>;
+  using Packs = PackSums<Formula, T, Isa>;
   constexpr int kSize = P::kSize;
   const Columns<T, Isa> columns{width};
   const int64_t lanes = columns.lanes();
-  alignas(64) A centers[kMaxColumns];
+  alignas(64) A constants[Formula<A>::kConstants][kMaxColumns];
   alignas(64) A sums[4][kMaxColumns];
-  columns.for_each_lane(
-      [&](int64_t lane, int64_t column) { centers[lane] = column_centers[column]; });
+  int number = 0;
+  const auto lane_constants = column_constants.map([&](const A* of_columns) -> const A* {
+    A* const of_lanes = constants[number++];
+    columns.for_each_lane(
+        [&](int64_t lane, int64_t column) { of_lanes[lane] = of_columns[column]; });
+    return of_lanes;
+  });
+  const auto formula_of_lanes = [&](int64_t lane) __attribute__((always_inline)) {
+    return lane_constants.map(
+        [&](const A* of_lanes) __attribute__((always_inline)) { return P::read(of_lanes + lane); });
+  };
   for (auto& sum : sums) {
     std::fill(sum, sum + lanes, static_cast<A>(0));
   }
-  const auto add = [&](int64_t lane, const GroupTerms& terms) __attribute__((always_inline)) {
+  const auto add = [&](int64_t lane, const Packs& group) __attribute__((always_inline)) {
     CompensatedSum<P> weight_sum{P::read(sums[0] + lane), P::read(sums[1] + lane)};
     CompensatedSum<P> product_sum{P::read(sums[2] + lane), P::read(sums[3] + lane)};
-    weight_sum.add(terms.weights);
-    product_sum.add(terms.products);
+    weight_sum.add(group.weights);
+    product_sum.add(group.products);
     weight_sum.sum.write(sums[0] + lane);
     weight_sum.lost.write(sums[1] + lane);
     product_sum.sum.write(sums[2] + lane);
@@ -169,19 +231,23 @@ SYNCBN_INLINE void column_sums(const T* dy, const T* x, int64_t stride, int64_t 
     for (; row + kGroup <= rows; row += kGroup) {
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
         const int64_t ahead = (row + rows_ahead) * stride + (adjoin ? kGroup * lane : lane);
-        GroupTerms::template prefetch_packs<kGroup>(dy + ahead, x + ahead, adjoin ? kSize : stride);
+        Packs::template prefetch_packs<kGroup, Ahead::kAllLines>(tensors, ahead,
+                                                                 adjoin ? kSize : stride);
         const int64_t at = row * stride + std::min(lane, width - kSize);
-        add(lane, GroupTerms::template load_packs<kGroup>(dy + at, x + at, stride,
-                                                          P::read(centers + lane)));
+        add(lane, Packs::template load_packs<kGroup>(tensors, formula_of_lanes(lane), at, stride));
       }
     }
   }
   for (; row < rows; ++row) {
+    if (columns.narrow()) {
+      const int64_t end = row * stride + width;
+      add(0, Packs::load_last_pack(tensors, formula_of_lanes(0), end, width, /*overlaps=*/false));
+      continue;
+    }
     for (int64_t pack = 0; pack < columns.packs(); ++pack) {
       const int64_t lane = pack * kSize;
-      const P deviation = columns.load_pack(x + row * stride, pack) - P::read(centers + lane);
-      const P weight = kWithGrad ? columns.load_pack(dy + row * stride, pack) : deviation;
-      add(lane, GroupTerms::of(weight, deviation));
+      add(lane,
+          Packs::load_pack(tensors, formula_of_lanes(lane), row * stride + columns.first(pack)));
     }
   }
   columns.for_each_lane([&](int64_t lane, int64_t column) {
@@ -190,30 +256,32 @@ SYNCBN_INLINE void column_sums(const T* dy, const T* x, int64_t stride, int64_t 
   });
 }
 
-// The channels of an item of rows. Centers, and the sums, which are overwritten, are those of
+// The channels of an item of rows. Constants, and the sums, which are overwritten, are those of
 // channels.
-template <typename T, typename Isa, bool kWithGrad>
-SYNCBN_INLINE void row_sums(const T* dy, const T* x, const Geometry& geometry, const Item& item,
-                            const compute_t<T>* centers, double* weights, double* products) {
+template <template <typename> class Formula, typename T, typename Isa>
+SYNCBN_INLINE void row_sums(const SummedTensors<Formula, T>& tensors, const Geometry& geometry,
+                            const Item& item, const Formula<const compute_t<T>*>& constants,
+                            double* weights, double* products) {
+  using A = compute_t<T>;
   const int64_t inner = geometry.inner;
   const int64_t stride = geometry.channels * inner;
   const int64_t width = item.channels * inner;
   const int64_t first = item.begin * stride + item.channel * inner;
   const int64_t wide = width == stride ? rows_per_wide_row(width, kMaxColumns) : 1;
-  if (inner == 1 && wide == 1) {
-    return column_sums<T, Isa, kWithGrad>(dy + first, x + first, stride, item.length, width,
-                                          centers, weights, products);
+  const bool columns_are_channels = inner == 1 && wide == 1;
+  if (!columns_are_channels) {
+    std::fill(weights, weights + item.channels, 0);
+    std::fill(products, products + item.channels, 0);
   }
-  std::fill(weights, weights + item.channels, 0);
-  std::fill(products, products + item.channels, 0);
-  compute_t<T> column_centers[kMaxColumns];
+  A column_constants[Formula<A>::kConstants][kMaxColumns];
   double column_weights[kMaxColumns];
   double column_products[kMaxColumns];
-  const int64_t wide_rows = item.length / wide;
-  for (bool is_wide : {true, false}) {
-    const int64_t rows_in_one = is_wide ? wide : 1;
-    const int64_t rows = is_wide ? wide_rows : item.length - wide_rows * wide;
-    const int64_t at = first + (is_wide ? 0 : wide_rows * wide * stride);
+  // Wide rows, then those that are left over. One call: it is inlined.
+  int64_t rows_in_one = wide;
+  for (int64_t done = 0; done < item.length; rows_in_one = 1) {
+    const int64_t rows = (item.length - done) / rows_in_one;
+    const int64_t at = first + done * stride;
+    done += rows * rows_in_one;
     const auto for_each_column = [&](const auto& function) {
       int64_t column = 0;
       for (int64_t row = 0; row < rows_in_one; ++row) {
@@ -224,13 +292,24 @@ SYNCBN_INLINE void row_sums(const T* dy, const T* x, const Geometry& geometry, c
         }
       }
     };
-    for_each_column([&](int64_t column, int64_t c) { column_centers[column] = centers[c]; });
-    column_sums<T, Isa, kWithGrad>(dy + at, x + at, stride * rows_in_one, rows, width * rows_in_one,
-                                   column_centers, column_weights, column_products);
-    for_each_column([&](int64_t column, int64_t c) {
-      weights[c] += column_weights[column];
-      products[c] += column_products[column];
+    int number = 0;
+    const auto of_columns = constants.map([&](const A* of_channels) -> const A* {
+      if (columns_are_channels) {
+        return of_channels;
+      }
+      A* const values = column_constants[number++];
+      for_each_column([&](int64_t column, int64_t c) { values[column] = of_channels[c]; });
+      return values;
     });
+    column_sums<Formula, T, Isa>(tensors.from(at), stride * rows_in_one, rows, width * rows_in_one,
+                                 of_columns, columns_are_channels ? weights : column_weights,
+                                 columns_are_channels ? products : column_products);
+    if (!columns_are_channels) {
+      for_each_column([&](int64_t column, int64_t c) {
+        weights[c] += column_weights[column];
+        products[c] += column_products[column];
+      });
+    }
   }
 }
 

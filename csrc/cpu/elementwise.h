@@ -76,7 +76,7 @@ class ConstantArrays {
   }
 
  private:
-  static constexpr int64_t kNumber = sizeof(Formula<A>) / sizeof(A);
+  static constexpr int64_t kNumber = Formula<A>::kConstants;
   static constexpr int64_t kLargestPack = 2 * Avx512::kVectorBytes / sizeof(A);
 
   int64_t length_;

@@ -40,13 +40,13 @@ struct ElementwiseJob {
   }
 
   // Reads ahead what compute<kStream>() will need.
-  template <bool kStream>
+  template <bool kStream, Ahead kAhead, typename Isa>
   SYNCBN_INLINE void prefetch(int64_t at) const {
     for (const T* input : inputs) {
-      __builtin_prefetch(input + at);
+      prefetch_pack<Pack<A, Isa>, kAhead>(input + at);
     }
     if constexpr (!kStream) {
-      __builtin_prefetch(output + at, 1);
+      prefetch_pack<Pack<A, Isa>, kAhead, /*kToWrite=*/true>(output + at);
     }
   }
 };

@@ -13,6 +13,8 @@
 
 #include "../common/dtype.h"
 #include "../common/stable.h"
+#include "cache.h"
+#include "sigmoid.h"
 #include "simd.h"
 
 namespace syncbn::cpu {
@@ -58,6 +60,27 @@ struct Pack {
   friend SYNCBN_INLINE Pack operator*(const Pack& x, const Pack& y) {
     return {x.low * y.low, x.high * y.high};
   }
+  friend SYNCBN_INLINE Pack operator*(const Pack& x, A y) { return {x.low * y, x.high * y}; }
+
+  // Those of common/activations.h. A compiler fuses the two operations of one expression in every
+  // function, or, without the instruction, in none.
+  friend SYNCBN_INLINE Pack multiply_add(const Pack& x, const Pack& y, const Pack& z) {
+    return {x.low * y.low + z.low, x.high * y.high + z.high};
+  }
+  friend SYNCBN_INLINE Pack where_greater(const Pack& x, A bound, const Pack& if_true,
+                                          const Pack& if_false) {
+    return {x.low > bound ? if_true.low : if_false.low,
+            x.high > bound ? if_true.high : if_false.high};
+  }
+  friend SYNCBN_INLINE Pack zero_where_at_most(const Pack& x, A bound, const Pack& otherwise) {
+    return {x.low <= bound ? Vector{} : otherwise.low, x.high <= bound ? Vector{} : otherwise.high};
+  }
+  friend SYNCBN_INLINE Pack sigmoid(const Pack& z) {
+    Pack result;
+    detail::sigmoid<A>(z.low, result.low);
+    detail::sigmoid<A>(z.high, result.high);
+    return result;
+  }
 };
 
 // The place in memory of what lane `lane` of a pack of T holds.
@@ -70,6 +93,18 @@ constexpr int place_of_lane(int lane) {
 // The distance at which loops read ahead, measured with AVX2. It does not matter that a tensor ends
 // before.
 constexpr int64_t kPrefetchBytes = 2048;
+
+// The lines of a pack that are read ahead, measured: where packs are not read in the order of
+// memory, processors do not complete a pair of lines by themselves.
+enum class Ahead { kFirstLine, kAllLines };
+
+template <typename P, Ahead kAhead, bool kToWrite = false, typename T>
+SYNCBN_INLINE void prefetch_pack(const T* from) {
+  constexpr int64_t kStep = kAhead == Ahead::kAllLines ? kLine / sizeof(T) : P::kSize;
+  for (int64_t i = 0; i < P::kSize; i += kStep) {
+    __builtin_prefetch(from + i, kToWrite);
+  }
+}
 
 namespace detail {
 

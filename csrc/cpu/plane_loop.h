@@ -42,7 +42,7 @@ struct PlaneLoop {
     constexpr int kLinePacks = std::max<int>(kLine / (kSize * sizeof(T)), 1);
     for (; at + kLinePacks * kSize <= end; at += kLinePacks * kSize) {
       if constexpr (!kStream) {  // memory, a single stream, is fast enough by itself
-        job.template prefetch<kStream>(at + kPrefetchBytes / sizeof(T));
+        job.template prefetch<kStream, Ahead::kFirstLine, Isa>(at + kPrefetchBytes / sizeof(T));
       }
       for (int i = 0; i < kLinePacks; ++i) {
         job.template compute<kStream>(formula, at + i * kSize);

@@ -30,6 +30,7 @@ struct RowLoop {
     constexpr int kSize = Pack<A, Isa>::kSize;
     const Columns<T, Isa> columns{width};
     const int64_t lanes = columns.lanes();
+    constexpr Ahead kAhead = kStream ? Ahead::kAllLines : Ahead::kFirstLine;
     const int64_t ahead = round_up(kPrefetchBytes / sizeof(T), 4 * width);
     int64_t row = 0;
     for (; row + 4 <= rows && !columns.narrow(); row += 4) {
@@ -38,7 +39,7 @@ struct RowLoop {
         const auto formula = formula_of_lanes<Isa>(job, lane);
         const int64_t at = first + std::min(lane, width - kSize);
         for (int i = 0; i < 4; ++i) {
-          job.template prefetch<kStream>(first + ahead + 4 * lane + i * kSize);
+          job.template prefetch<kStream, kAhead, Isa>(first + ahead + 4 * lane + i * kSize);
           job.template compute<kStream>(formula, at + i * width);
         }
       }
@@ -60,9 +61,9 @@ struct RowLoop {
   template <typename Isa>
   static SYNCBN_INLINE void run(const Job* shared, int64_t width, int64_t begin, int64_t rows) {
     const Job job = *shared;  // which stores cannot change
-    constexpr size_t kPackBytes = Pack<A, Isa>::kSize * sizeof(T);
-    const bool aligned = reinterpret_cast<size_t>(job.output + begin) % kPackBytes == 0 &&
-                         width * sizeof(T) % kPackBytes == 0;
+    constexpr size_t kAlignment = std::min<size_t>(kLine, Pack<A, Isa>::kSize * sizeof(T));
+    const bool aligned = reinterpret_cast<size_t>(job.output + begin) % kAlignment == 0 &&
+                         width * sizeof(T) % kAlignment == 0;
     if (job.stream && aligned) {
       compute_rows<true, Isa>(job, width, begin, rows);
       finish_streaming();

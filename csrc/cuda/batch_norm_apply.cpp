@@ -13,7 +13,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     std::optional<Tensor> bias, std::optional<Tensor> running_mean,
     std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
     std::optional<double> momentum, double eps, std::optional<double> tag_sum,
-    std::optional<Tensor> verdict) {
+    std::optional<Tensor> verdict, std::optional<Tensor> residual, int64_t activation,
+    double /*negative_slope*/, std::optional<Tensor> constants) {
   const Device device(input);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
@@ -22,6 +23,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   check_channel_vector(kOp, "weight", weight, input);
   check_channel_vector(kOp, "bias", bias, input);
   check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
+  check_unfused(kOp, activation, residual.has_value() || constants.has_value());
 
   Tensor output = allocate_like(input);
   Tensor mean = allocate_vector(channels, ScalarType::Double, input);

@@ -11,11 +11,14 @@ constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
 Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                  const Tensor& invstd, std::optional<Tensor> weight,
                                  const Tensor& sums, const Tensor& count,
-                                 std::optional<double> tag_sum, std::optional<Tensor> verdict) {
+                                 std::optional<double> tag_sum, std::optional<Tensor> verdict,
+                                 std::optional<Tensor> constants, int64_t activation,
+                                 double /*negative_slope*/) {
   const Device device(input);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
-  check_grad_output(kOp, grad_output, input, geometry);
+  check_like_input(kOp, "grad_output", grad_output, input, geometry);
+  check_unfused(kOp, activation, constants.has_value());
   check_statistics(kOp, "mean", mean, channels, input);
   check_statistics(kOp, "invstd", invstd, channels, input);
   check_channel_vector(kOp, "weight", weight, input);

@@ -10,11 +10,13 @@ constexpr const char* kOp = "syncbn::batch_norm_backward_reduce";
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook) {
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
+    std::optional<Tensor> constants, int64_t activation, double /*negative_slope*/) {
   const Device device(input);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
-  check_grad_output(kOp, grad_output, input, geometry);
+  check_like_input(kOp, "grad_output", grad_output, input, geometry);
+  check_unfused(kOp, activation, constants.has_value());
   check_statistics(kOp, "mean", mean, channels, input);
   check_statistics(kOp, "invstd", invstd, channels, input);
   check_grad_dtype(kOp, "weight_dtype", weight_dtype);

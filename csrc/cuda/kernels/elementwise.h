@@ -28,7 +28,7 @@ struct Tensors {
 // neighbors.
 template <template <typename> class Formula, typename A>
 struct ConstantsMemory {
-  A constants[sizeof(Formula<A>) / sizeof(A)][kMaxThreads];
+  A constants[Formula<A>::kConstants][kMaxThreads];
 
   __device__ __forceinline__ void put(int channel, const Formula<double>& formula) {
     int i = 0;
