@@ -19,10 +19,12 @@ Operands = tuple[
 
 
 class Arguments(NamedTuple):
-    """Vectors [C] and numbers of a layer, or of a call of the function.
+    """Vectors [C] and numbers of a layer, or of a call of the function, and what follows.
 
     A ``momentum`` of None is the cumulative average and needs ``num_batches_tracked``, which grows
-    by one in training. ``num_features`` is the C that a layer was made for.
+    by one in training. ``num_features`` is the C that a layer was made for. ``residual``, of the
+    input's shape and dtype, is added to the normalized input, then comes the ``activation``, a key
+    of :data:`syncbn.activations.NUMBERS`.
     """
 
     weight: Tensor | None
@@ -33,6 +35,14 @@ class Arguments(NamedTuple):
     momentum: float | None
     eps: float
     num_features: int | None = None
+    residual: Tensor | None = None
+    activation: str | None = None
+    negative_slope: float = 0.01
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether anything follows the normalization."""
+        return self.activation is not None or self.residual is not None
 
     @property
     def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -40,7 +50,7 @@ class Arguments(NamedTuple):
         return self[:4]
 
     def for_operators(self) -> Operands:
-        """Return all but ``num_features``, with plain floats for the numbers."""
+        """Return those of the normalization, with plain floats for the numbers."""
         momentum = None if self.momentum is None else float(self.momentum)
         return *self[:5], momentum, float(self.eps)
 

@@ -10,7 +10,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from syncbn import _extension, _torch_private
+from syncbn import _extension, _torch_private, activations
 from syncbn.arguments import Arguments
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,6 +36,7 @@ def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
     check_channel_vectors(input, arguments)
     check_running(arguments)
     check_not_expanded(arguments)
+    check_followers(input, arguments)
     check_eps(arguments.eps)
     if arguments.momentum is not None or arguments.num_batches_tracked is None:
         check_momentum(arguments.momentum)
@@ -54,6 +55,7 @@ def check_evaluation(input: Tensor, arguments: Arguments) -> None:
     check_input(input, arguments.num_features)
     check_channel_vectors(input, arguments)
     check_running(arguments)
+    check_followers(input, arguments)
     check_eps(arguments.eps)
 
 
@@ -69,7 +71,7 @@ def _are_ordinary(input: Tensor, arguments: Arguments) -> bool:
     if vector_dtypes is None or len(shape) < 2:
         return False
     channels, on_cpu = shape[1], input.is_cpu
-    weight, bias, running_mean, running_var, counter, momentum, eps, num_features = arguments
+    weight, bias, running_mean, running_var, counter, momentum, eps, num_features, *_ = arguments
     if channels == 0 or (num_features is not None and channels != num_features):
         return False
     for vector in (weight, bias, running_mean, running_var):
@@ -98,7 +100,17 @@ def _are_ordinary(input: Tensor, arguments: Arguments) -> bool:
             return False
     elif type(momentum) is not float or not math.isfinite(momentum):
         return False
+    if arguments.is_fused and not _are_followers_ordinary(input, arguments):
+        return False
     return type(eps) is float and 0 <= eps < math.inf
+
+
+def _are_followers_ordinary(input: Tensor, arguments: Arguments) -> bool:
+    try:
+        check_followers(input, arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def check_input(input: object, num_features: int | None = None) -> None:
@@ -205,6 +217,43 @@ def check_not_expanded(arguments: Arguments) -> None:
                 f"expected {name} to have a place in memory for each channel, but it is expanded; "
                 "call .clone() first"
             )
+
+
+def check_followers(input: Tensor, arguments: Arguments) -> None:
+    """Check residual and activation against a checked input.
+
+    Raises:
+        TypeError: The residual is not a tensor, not strided, or not of the input's dtype.
+        ValueError: It is not of the input's shape or not on its device; an unknown activation, or a
+            slope that is negative or not finite.
+    """
+    activations.check_activation(arguments.activation)
+    activations.check_negative_slope(arguments.negative_slope)
+    residual = arguments.residual
+    if residual is None:
+        return
+    if not isinstance(residual, Tensor):
+        raise TypeError(
+            f"expected residual to be a torch.Tensor or None, but got {type(residual).__name__}"
+        )
+    if residual.layout != torch.strided or residual.is_nested:
+        kind = "a nested tensor" if residual.is_nested else f"layout {residual.layout}"
+        raise TypeError(f"expected a dense residual, but got {kind}")
+    if residual.dtype != input.dtype:
+        raise TypeError(
+            f"expected residual to have dtype {_dtype_name(input.dtype)}, the dtype of input, but "
+            f"got {_dtype_name(residual.dtype)}"
+        )
+    if residual.shape != input.shape:
+        raise ValueError(
+            f"expected residual to have shape {list(input.shape)}, the shape of input, but got "
+            f"{list(residual.shape)}"
+        )
+    if residual.device != input.device:
+        raise ValueError(
+            f"expected residual to be on {input.device}, the device of input, but got "
+            f"{residual.device}"
+        )
 
 
 def check_eps(eps: object) -> None:

@@ -1,7 +1,7 @@
 """The layer in training inside a compiled graph, where the compiler can fuse it.
 
 Sums over the batch and the update of the running statistics stay operators. The element-wise halves
-are plain tensor expressions, which Inductor fuses with the activation and the residual around them;
+are plain tensor expressions, which Inductor fuses with the residual and the activation behind them;
 their formulas are those of csrc/common/formulas.h. The operators here are written in
 Python for two reasons: they take inputs of any strides, so that the compiler may choose the layout,
 and they can ask, when the graph runs, what a graph cannot know when it is traced.
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from syncbn import (
     _torch_private,
+    activations,
     checks,
     collectives,
     errors,
@@ -52,7 +53,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     output: Tensor = CompiledSyncBatchNormFunction.apply(
         layout.as_dense(input), *arguments.for_operators(), group_name, identity
     )
-    return output
+    return activations.follow(output, arguments)
 
 
 def _is_valid(input: Tensor, arguments: Arguments, *, alone: bool) -> bool:
@@ -72,12 +73,17 @@ def _fits_operator(input: object, arguments: Arguments) -> bool:
     """Whether compiled_check takes these."""
     if not isinstance(input, Tensor):
         return False
-    momentum, eps = arguments.momentum, arguments.eps
-    for tensor in (input, *arguments.vectors, arguments.num_batches_tracked):
+    momentum, eps, slope = arguments.momentum, arguments.eps, arguments.negative_slope
+    tensors = (*arguments.vectors, arguments.num_batches_tracked, arguments.residual)
+    for tensor in (input, *tensors):
         if tensor is not None and not (
             isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
         ):
             return False
+    if not (arguments.activation is None or isinstance(arguments.activation, str)):
+        return False
+    if type(slope) not in (int, float):
+        return False
     return (momentum is None or type(momentum) in (int, float)) and type(eps) in (int, float)
 
 
@@ -195,7 +201,8 @@ _library = torch.library.Library("syncbn", "FRAGMENT")
 _library.define(
     "compiled_check(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
     "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
-    "SymInt? num_features, str? group_name, str layer_name) -> Tensor"
+    "SymInt? num_features, Tensor? residual, str? activation, float negative_slope, "
+    "str? group_name, str layer_name) -> Tensor"
 )
 
 
@@ -217,7 +224,7 @@ def _(input: Tensor, *values: Any) -> Tensor:
 
 
 def _no_gradients(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
-    return (None,) * 11  # never runs, but the compiler traces it
+    return (None,) * 14  # never runs, but the compiler traces it
 
 
 torch.library.register_autograd("syncbn::compiled_check", _no_gradients)

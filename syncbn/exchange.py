@@ -17,6 +17,7 @@ from syncbn import (
     reports,
     tracing,
 )
+from syncbn.activations import Through
 from syncbn.agreement import Record, history_of
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
@@ -111,10 +112,12 @@ def start_backward(
     bias_dtype: torch.dtype,
     group: ProcessGroup | None,
     layer: Identity,
+    through: Through | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Record | None]:
     """Return grad_output, dense; the results of batch_norm_backward_reduce; and the record.
 
-    A rank that runs out of memory withdraws.
+    Where a residual has been added, its gradient takes the place of grad_output. A rank that runs
+    out of memory withdraws.
 
     Raises:
         RuntimeError: As :func:`start_forward`.
@@ -122,19 +125,26 @@ def start_backward(
     try:
         input = layout.as_dense(input)
         grad_output = layout.as_dense(grad_output, like=input)
-        dtypes = (weight_dtype, bias_dtype)
-        if group is None:
-            results = ops.batch_norm_backward_reduce(grad_output, input, mean, invstd, *dtypes)
-            return grad_output, *results, None
-        if input.is_cuda:
-            _look_back(group, input.device)
-        record = history_of(group).record(layer, "backward")
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, *dtypes, record.tag, record.outlook
-        )
+        record = None
+        if group is not None:
+            if input.is_cuda:
+                _look_back(group, input.device)
+            record = history_of(group).record(layer, "backward")
+        announcement = (None, 0.0) if record is None else (record.tag, record.outlook)
+        operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, *announcement)
+        if through is None:
+            sums, *gradients = ops.batch_norm_backward_reduce(*operands)
+        elif not through.has_residual:
+            sums, *gradients = ops.batch_norm_backward_reduce(*operands, *through.for_operators())
+        else:
+            sums, *gradients, grad_output = ops.batch_norm_backward_reduce_residual(
+                *operands, *through.for_operators(), through.residual, through.output
+            )
     except Exception as error:
         raise _withdraw(error, group, layer, input, None) from None
-    _enter(sums, group, record)
+    if group is not None and record is not None:
+        _enter(sums, group, record)
+    grad_weight, grad_bias = gradients
     return grad_output, sums, grad_weight, grad_bias, record
 
 

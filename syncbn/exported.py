@@ -113,7 +113,7 @@ def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None,
         layer,
         ctx.needs_input_grad[0],
     )
-    return *gradients, None, None, None
+    return *gradients[:3], None, None, None
 
 
 torch.library.register_autograd("syncbn::exported_batch_norm", _backward, setup_context=_save)

@@ -7,6 +7,7 @@ import torch.fx
 from torch import Tensor
 
 from syncbn import (
+    activations,
     agreement,
     checks,
     collectives,
@@ -14,10 +15,12 @@ from syncbn import (
     errors,
     exchange,
     exported,
+    layout,
     local,
     passes,
     tracing,
 )
+from syncbn.activations import Through
 from syncbn.agreement import Record
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
@@ -38,6 +41,10 @@ def sync_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
     process_group: ProcessGroup | None = None,
+    *,
+    residual: Tensor | None = None,
+    activation: str | None = None,
+    negative_slope: float = 0.01,
 ) -> Tensor:
     r"""Apply batch normalization with the statistics of the whole batch of a process group.
 
@@ -47,6 +54,10 @@ def sync_batch_norm(
     torch.distributed is not initialized the batch is that of this process.
 
     .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot w + b
+
+    A residual and an activation, if given, follow in the same passes over memory:
+    ``activation(y + residual)``. Not so in evaluation and in graphs, where they are torch's own
+    operators, which compilers fuse.
 
     Args:
         input: Shape (N, C, ...), 2 or more dimensions, any strides; float16, bfloat16, float32 or
@@ -60,6 +71,9 @@ def sync_batch_norm(
         momentum: Weight of the batch in the running statistics, without a unit.
         eps: Added to the variance, in units of the input squared; not negative.
         process_group: The ranks that share a batch; None is all of them.
+        residual: Shape and dtype of ``input``, any strides.
+        activation: None, "relu", "leaky_relu" or "silu".
+        negative_slope: Of leaky ReLU, without a unit; not negative.
 
     Returns:
         Shape, dtype and memory format of ``input``. The gradients of weight and bias are sums
@@ -84,7 +98,19 @@ def sync_batch_norm(
                 [ 1.2247,  1.2247]])
     """
     collectives.check_process_group(process_group)
-    arguments = Arguments(weight, bias, running_mean, running_var, None, momentum, eps)
+    arguments = Arguments(
+        weight,
+        bias,
+        running_mean,
+        running_var,
+        None,
+        momentum,
+        eps,
+        None,
+        residual,
+        activation,
+        negative_slope,
+    )
     if not training:
         if running_mean is None and running_var is None:
             raise ValueError("expected running_mean and running_var when training is False")
@@ -100,12 +126,13 @@ def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> T
     """
     # Symbolic tracing has no values to check; torch.jit.trace would warn of each that is looked at.
     if isinstance(input, torch.fx.Proxy) or is_tracing():
-        return local.batch_norm(input, arguments, training=arguments.running_mean is None)
+        output = local.batch_norm(input, arguments, training=arguments.running_mean is None)
+        return activations.follow(output, arguments)
     try:
         checks.check_evaluation(input, arguments)
     except (TypeError, ValueError) as error:
         raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
-    return local.evaluate(input, arguments)
+    return activations.follow(local.evaluate(input, arguments), arguments)
 
 
 def train(
@@ -123,7 +150,8 @@ def train(
     except (TypeError, ValueError) as error:
         raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
     if tracing.is_recorded():
-        return exported.train(input, arguments, group, identity_of(layer))
+        output = exported.train(input, arguments, group, identity_of(layer))
+        return activations.follow(output, arguments)
     # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
     # this one calls, and they would find a compiler.
     if torch.compiler.is_compiling():
@@ -135,11 +163,28 @@ def train(
         except ValueError as error:
             raise errors.with_layer_and_rank(error, identity, group) from None
     dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
+    if dense.is_cuda and arguments.is_fused:  # whose operators have no activation yet
+        plain = arguments._replace(residual=None, activation=None)
+        return activations.follow(_apply(dense, totals, plain, group, identity, record), arguments)
+    return _apply(dense, totals, arguments, group, identity, record)
+
+
+def _apply(
+    dense: Tensor,
+    totals: Tensor,
+    arguments: Arguments,
+    group: ProcessGroup | None,
+    identity: Identity,
+    record: Record | None,
+) -> Tensor:
     weight, bias, *_ = arguments
-    output: Tensor = SyncBatchNormFunction.apply(
-        dense, weight, bias, totals, arguments, group, identity, record
+    residual = arguments.residual
+    if residual is not None:
+        residual = layout.as_dense(residual, like=dense)
+    applied: Tensor = SyncBatchNormFunction.apply(
+        dense, weight, bias, residual, totals, arguments, group, identity, record
     )
-    return output
+    return applied
 
 
 torch.fx.wrap("train")  # symbolic tracing records the call
@@ -158,22 +203,38 @@ class SyncBatchNormFunction(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        residual: Tensor | None,
         totals: Tensor,
         arguments: Arguments,
         group: ProcessGroup | None,
         layer: Identity,
         record: Record | None,
     ) -> Tensor:
-        """Return the normalized input.
+        """Return the normalized input, and apply what follows.
 
-        Weight and bias are given beside ``arguments``, in which autograd does not look for them.
+        Weight, bias and residual are given beside ``arguments``, in which autograd does not look
+        for them.
         """
+        activation = ctx.activation = arguments.activation
+        constants = None if activation is None else totals.new_empty(2 * input.size(1))
+        if residual is not arguments.residual:
+            arguments = arguments._replace(residual=residual)
         output, mean, invstd, count = passes.normalize(
-            input, totals, arguments, group, layer, record
+            input, totals, arguments, group, layer, record, constants
         )
-        # Never the running statistics or the bias: they may change before backward (a network
-        # that runs twice, an optimizer step), and nothing here needs their old values.
-        ctx.save_for_backward(input, weight, mean, invstd, count)
+        # Never the running statistics or, but for SiLU's higher derivatives, the bias: they may
+        # change before backward (a network that runs twice, an optimizer step), and nothing here
+        # needs their old values.
+        saved = (input, weight, mean, invstd, count)
+        if activation is None:
+            ctx.save_for_backward(*saved)
+        elif activation == "silu":
+            ctx.save_for_backward(*saved, constants, residual, None, bias)
+        elif residual is None:
+            ctx.save_for_backward(*saved, constants, None, None, None)
+        else:
+            ctx.save_for_backward(*saved, None, None, output, None)
+        ctx.negative_slope = arguments.negative_slope
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.eps, ctx.group, ctx.layer = float(arguments.eps), group, layer
         return output
@@ -188,14 +249,21 @@ class SyncBatchNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of input, weight and bias."""
+        """Return the gradients of input, weight, bias and residual."""
+        saved = ctx.saved_tensors
+        through = None
+        if ctx.activation is not None:
+            through = Through(ctx.activation, ctx.negative_slope, *saved[5:])
         gradients = passes.backward(
             grad_output,
-            ctx.saved_tensors,
+            saved[:5],
             ctx.bias_dtype,
             ctx.eps,
             ctx.group,
             ctx.layer,
             ctx.needs_input_grad[0],
+            through,
         )
+        if not ctx.needs_input_grad[3]:
+            gradients = (*gradients[:3], None)
         return *gradients, None, None, None, None, None

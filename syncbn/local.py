@@ -61,7 +61,7 @@ def _in_torchs_dtypes(input: Tensor, arguments: Arguments) -> Arguments:
 
 def batch_norm(input: Tensor, arguments: Arguments, *, training: bool) -> Tensor:
     """Call torch's operator."""
-    weight, bias, running_mean, running_var, _, momentum, eps, _ = arguments
+    weight, bias, running_mean, running_var, _, momentum, eps, *_ = arguments
     momentum = 0.0 if momentum is None else momentum
     if eps == 0:  # which F.batch_norm refuses, on torch 2.15 in training alone
         if training and isinstance(input, Tensor):

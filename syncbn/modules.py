@@ -9,7 +9,15 @@ import torch
 import torch.fx
 from torch import Tensor, nn
 
-from syncbn import _torch_private, checks, collectives, errors, functional, tracing
+from syncbn import (
+    _torch_private,
+    activations,
+    checks,
+    collectives,
+    errors,
+    functional,
+    tracing,
+)
 from syncbn._torch_private import BatchNormBase
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
@@ -23,7 +31,9 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 
-def _record_call(layer: nn.Module, forward: Callable[..., Tensor], input: torch.fx.Proxy) -> Any:
+def _record_call(
+    layer: nn.Module, forward: Callable[..., Tensor], input: torch.fx.Proxy, *residual: Any
+) -> Any:
     """Record the call of a layer in symbolic tracing as one node, as those of torch's layers are.
 
     The traced model then follows train() and eval(), and conversion finds its layers.
@@ -37,7 +47,7 @@ def _record_call(layer: nn.Module, forward: Callable[..., Tensor], input: torch.
     own_forward = type(layer).forward is not forward or "forward" in vars(layer)
     if own_forward or tracer.root is layer or _torch_private.has_forward_hooks(layer):
         return None
-    return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), {})
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input, *residual), {})
 
 
 class SyncBatchNorm(BatchNormBase):
@@ -64,13 +74,18 @@ class SyncBatchNorm(BatchNormBase):
         device: Of the parameters and buffers.
         dtype: Of the parameters and running statistics.
         bias: With ``affine``, whether to learn a bias; keyword-only.
+        activation: None, "relu", "leaky_relu" or "silu": what the output goes through, in the
+            same passes over memory; keyword-only.
+        negative_slope: Of leaky ReLU, without a unit; keyword-only.
 
     Shape:
-        (N, C, ...), two or more dimensions, to the same.
+        (N, C, ...), two or more dimensions, to the same. A residual of the same shape and dtype,
+        given as second argument, is added before the activation.
 
     Raises:
         TypeError: ``process_group``, ``eps`` or ``momentum`` of the wrong type.
-        ValueError: ``eps`` negative or not finite, ``momentum`` not finite.
+        ValueError: ``eps`` negative or not finite, ``momentum`` not finite; an unknown
+            ``activation``; ``negative_slope`` negative or not finite.
 
     Example:
         >>> import torch
@@ -89,6 +104,8 @@ class SyncBatchNorm(BatchNormBase):
     _identity_tensor = ANONYMOUS.as_tensor()
     _process_group: ProcessGroup | None = None
     _fits_graph = True
+    activation: str | None = None
+    negative_slope: float = 0.01
 
     qconfig = WarnOnForeignConversion()
 
@@ -104,7 +121,11 @@ class SyncBatchNorm(BatchNormBase):
         dtype: Any = None,
         *,
         bias: bool = True,
+        activation: str | None = None,
+        negative_slope: float = 0.01,
     ) -> None:
+        activations.check_activation(activation)
+        activations.check_negative_slope(negative_slope)
         checks.check_eps(eps)
         if momentum is not None:
             checks.check_momentum(momentum)
@@ -114,6 +135,7 @@ class SyncBatchNorm(BatchNormBase):
         )
         if affine and not bias:
             self.register_parameter("bias", None)
+        self.activation, self.negative_slope = activation, negative_slope
         self.process_group = process_group
         self._name = ""
 
@@ -147,15 +169,25 @@ class SyncBatchNorm(BatchNormBase):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalize ``input``; see the class."""
+    def extra_repr(self) -> str:
+        """Return the arguments, those of torch's layer and what follows the normalization."""
+        text: str = super().extra_repr()
+        if self.activation is not None:
+            text += f", activation={self.activation!r}"
+        if self.negative_slope != SyncBatchNorm.negative_slope:
+            text += f", negative_slope={self.negative_slope}"
+        return text
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalize ``input``, add ``residual`` and apply the activation; see the class."""
         layer: Layer = self._identity
         if torch.compiler.is_compiling():
             if self.training and not self._fits_graph and not tracing.is_recorded():
-                return _run_uncompiled(self, input)  # type: ignore[no-any-return]
+                return _run_uncompiled(self, input, residual)  # type: ignore[no-any-return]
             layer = self
         if isinstance(input, torch.fx.Proxy):
-            recorded = _record_call(self, SyncBatchNorm.forward, input)
+            operands = (input,) if residual is None else (input, residual)
+            recorded = _record_call(self, SyncBatchNorm.forward, *operands)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
             layer = self._identity.name
@@ -171,6 +203,9 @@ class SyncBatchNorm(BatchNormBase):
             0.0 if self.momentum is None and counter is None else self.momentum,
             self.eps,
             self.num_features,
+            residual,
+            self.activation,
+            self.negative_slope,
         )
         if not self.training:
             return functional.evaluate(input, arguments, layer)
@@ -233,9 +268,9 @@ class SyncBatchNorm(BatchNormBase):
         return state
 
 
-def _run(layer: SyncBatchNorm, input: Tensor) -> Tensor:
+def _run(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None) -> Tensor:
     warnings.warn(f"a SyncBatchNorm layer runs uncompiled: {_NO_NAME}", stacklevel=2)
-    return SyncBatchNorm.forward(layer, input)
+    return SyncBatchNorm.forward(layer, input, residual)
 
 
 _NO_NAME = "its process group has no name, which a graph would hold"
@@ -248,13 +283,14 @@ class SyncBatchNormAct(SyncBatchNorm):
     drop: nn.Module
     act: nn.Module
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalize, drop, activate."""
         if isinstance(input, torch.fx.Proxy):
-            recorded = _record_call(self, SyncBatchNormAct.forward, input)
+            operands = (input,) if residual is None else (input, residual)
+            recorded = _record_call(self, SyncBatchNormAct.forward, *operands)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
-        output: Tensor = self.act(self.drop(super().forward(input)))
+        output: Tensor = self.act(self.drop(super().forward(input, residual)))
         return output
 
 

@@ -7,7 +7,8 @@ tracer recorded. A graph of torch.compile is in :mod:`syncbn.compiled`.
 import torch
 from torch import Tensor
 
-from syncbn import errors, exchange, layout, ops, reference, tracing
+from syncbn import activations, errors, exchange, layout, ops, reference, tracing
+from syncbn.activations import NUMBERS, Through
 from syncbn.agreement import Record
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
@@ -23,10 +24,12 @@ def normalize(
     group: ProcessGroup | None,
     layer: Identity,
     record: Record | None,
+    constants: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return output, mean, invstd and count of a dense input: :func:`syncbn.ops.batch_norm_apply`.
 
-    A recomputation leaves the running statistics alone.
+    The residual of ``arguments``, if there is one, is dense as the input is. A recomputation leaves
+    the running statistics alone.
 
     Raises:
         RuntimeError: Another rank has withdrawn or makes another pass; the error names the layer
@@ -36,7 +39,18 @@ def normalize(
         arguments = arguments.without_running()
     judge = exchange.judge_for(totals, group, record)
     try:
-        return ops.batch_norm_apply(input, totals, *arguments.for_operators(), *judge)
+        if not arguments.is_fused:
+            return ops.batch_norm_apply(input, totals, *arguments.for_operators(), *judge)
+        return ops.batch_norm_apply(
+            input,
+            totals,
+            *arguments.for_operators(),
+            *judge,
+            arguments.residual,
+            NUMBERS[arguments.activation],
+            float(arguments.negative_slope),
+            constants,
+        )
     except RuntimeError as error:
         raise errors.of_pass(error, layer, group, record) from None
 
@@ -49,23 +63,28 @@ def backward(
     group: ProcessGroup | None,
     layer: Identity,
     needs_grad_input: bool,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias; None for what is None or not needed.
+    through: Through | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of input, weight and bias, None for what is None or not needed.
 
-    ``saved`` is what forward had or returned: input, weight, mean, invstd, count. Joins its
-    collective whether or not the input needs a gradient: that may differ between ranks, and a rank
-    that stayed away would hang the others.
+    And, last, that of a residual. ``saved`` is what forward had or returned: input, weight, mean,
+    invstd, count. Joins its collective whether or not the input needs a gradient: that may differ
+    between ranks, and a rank that stayed away would hang the others.
     """
     input, weight, mean, invstd, count = saved
     weight_dtype = torch.float64 if weight is None else weight.dtype
     grad_input: Tensor | None = None
     # Inside a backward pass, gradients are recorded exactly under create_graph=True.
     if torch.is_grad_enabled():
+        if through is not None:
+            z = _argument(saved, through, eps, group, layer)
+            grad_output = activations.gradient(grad_output.double(), z, *through[:2])
         grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
             grad_output, input, weight, eps, group, layer
         )
         grad_weight = layout.cast(grad_weight, weight_dtype)
         grad_bias = layout.cast(grad_bias, bias_dtype or torch.float64)
+        grad_output = layout.cast(grad_output, input.dtype)
     else:
         grad_output, sums, grad_weight, grad_bias, record = exchange.start_backward(
             grad_output,
@@ -76,13 +95,16 @@ def backward(
             bias_dtype or torch.float64,
             group,
             layer,
+            through,
         )
         sums = exchange.sum_over_ranks(sums, group, record)
         if needs_grad_input:
             judge = exchange.judge_for(sums, group, record)
+            has_gone = through is None or through.has_residual  # through it already
+            source = () if through is None or has_gone else through.for_operators()
             try:
                 grad_input = ops.batch_norm_backward_apply(
-                    grad_output, input, mean, invstd, weight, sums, count, *judge
+                    grad_output, input, mean, invstd, weight, sums, count, *judge, *source
                 )
             except RuntimeError as error:
                 raise errors.of_pass(error, layer, group, record) from None
@@ -92,4 +114,26 @@ def backward(
         grad_input,
         None if weight is None else grad_weight,
         None if bias_dtype is None else grad_bias,
+        grad_output,
     )
+
+
+def _argument(
+    saved: tuple[Tensor, ...],
+    through: Through,
+    eps: float,
+    group: ProcessGroup | None,
+    layer: Identity,
+) -> Tensor:
+    """Return what the activation was applied to or, with its sign, the output.
+
+    With a gradient only for SiLU: the derivatives of the others are constant wherever they exist.
+    """
+    input, weight, mean, _, _ = saved
+    if through.activation == "silu":
+        z = reference.batch_norm(input, weight, through.bias, eps, group, layer)
+        return z if through.residual is None else z + through.residual.double()
+    if through.constants is not None:
+        return reference.normalize_again(input.detach(), mean, through.constants)
+    assert through.output is not None
+    return through.output

@@ -15,7 +15,7 @@ from syncbn import exchange
 from syncbn.collectives import ProcessGroup
 from syncbn.identity import ANONYMOUS, Identity
 
-__all__ = ["batch_norm", "batch_norm_backward"]
+__all__ = ["batch_norm", "batch_norm_backward", "normalize_again"]
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
@@ -65,6 +65,7 @@ def batch_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     group: ProcessGroup | None = None,
+    layer: Identity = ANONYMOUS,
 ) -> Tensor:
     """Normalize a batch by the statistics of the group.
 
@@ -74,16 +75,39 @@ def batch_norm(
         bias: Shape [C], or None for 0.
         eps: Added to the biased variance.
         group: The ranks that share statistics, or None for this process alone.
+        layer: Whose output it is, for errors.
 
     Returns:
         float64, shape of ``input``.
     """
-    output, _, _ = _normalize(input, eps, group, ANONYMOUS)
+    output, _, _ = _normalize(input, eps, group, layer)
     if weight is not None:
         output = output * _per_channel(weight.double(), output)
     if bias is not None:
         output = output + _per_channel(bias.double(), output)
     return output
+
+
+def normalize_again(input: Tensor, mean: Tensor, constants: Tensor) -> Tensor:
+    """Compute what the operators normalized an input to, before an activation.
+
+    Rounded as they round it, so that it has the sign that they saw.
+
+    Args:
+        input: Shape (N, C, ...).
+        mean: float64 [C].
+        constants: float64 [2C], of :func:`syncbn.ops.batch_norm_apply`.
+
+    Returns:
+        Shape and dtype of ``input``.
+    """
+    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    center, scale, shift = (
+        _per_channel(values.to(dtype), input) for values in (mean, *constants.chunk(2))
+    )
+    # The product of two float32 is exact in float64.
+    z = (input.to(dtype) - center).double() * scale.double() + shift.double()
+    return z.to(dtype).to(input.dtype)
 
 
 def batch_norm_backward(

@@ -11,10 +11,11 @@ MAY_IMPORT = {
     "_torch_private": set(),
     "_extension": {"_C", "_torch_private"},
     "arguments": set(),
+    "activations": {"arguments"},
     "layout": set(),
     "tracing": {"_torch_private"},
     "ops": {"_extension"},
-    "checks": {"_extension", "_torch_private", "arguments"},
+    "checks": {"_extension", "_torch_private", "activations", "arguments"},
     "local": {"arguments", "checks"},
     "identity": set(),
     "collectives": {"_torch_private"},
@@ -23,6 +24,7 @@ MAY_IMPORT = {
     "errors": {"agreement", "collectives", "identity", "ops", "reports"},
     "exchange": {
         "_torch_private",
+        "activations",
         "agreement",
         "arguments",
         "checks",
@@ -36,6 +38,7 @@ MAY_IMPORT = {
     },
     "reference": {"collectives", "exchange", "identity"},
     "passes": {
+        "activations",
         "agreement",
         "arguments",
         "collectives",
@@ -49,6 +52,7 @@ MAY_IMPORT = {
     },
     "compiled": {
         "_torch_private",
+        "activations",
         "agreement",
         "arguments",
         "checks",
@@ -74,6 +78,7 @@ MAY_IMPORT = {
         "tracing",
     },
     "functional": {
+        "activations",
         "agreement",
         "arguments",
         "checks",
@@ -83,6 +88,7 @@ MAY_IMPORT = {
         "exchange",
         "exported",
         "identity",
+        "layout",
         "local",
         "passes",
         "tracing",
@@ -90,6 +96,7 @@ MAY_IMPORT = {
     "foreign_converters": set(),
     "modules": {
         "_torch_private",
+        "activations",
         "arguments",
         "checks",
         "collectives",

@@ -1,0 +1,104 @@
+"""What may follow a normalization: the addition of a residual, and an activation."""
+
+import math
+from numbers import Real
+from typing import NamedTuple
+
+import torch
+import torch.fx
+import torch.nn.functional as F
+from torch import Tensor
+
+from syncbn.arguments import Arguments
+
+__all__ = [
+    "NUMBERS",
+    "Through",
+    "add_residual",
+    "check_activation",
+    "check_negative_slope",
+    "follow",
+    "gradient",
+]
+
+# As the operators take them: csrc/common/activations.h.
+NUMBERS = {None: 0, "relu": 1, "leaky_relu": 2, "silu": 3}
+
+
+def check_activation(activation: object) -> None:
+    """Raise ValueError unless it is one that can be fused, or None."""
+    if not (activation is None or isinstance(activation, str)) or activation not in NUMBERS:
+        names = ", ".join(map(repr, NUMBERS))
+        raise ValueError(f"expected activation to be one of {names}, but got {activation!r}")
+
+
+def check_negative_slope(negative_slope: object) -> None:
+    """Raise TypeError unless it is a number, ValueError unless finite and not negative."""
+    if not isinstance(negative_slope, Real) or isinstance(negative_slope, bool):
+        raise TypeError(
+            f"expected negative_slope to be a number, but got {type(negative_slope).__name__}"
+        )
+    if not 0 <= float(negative_slope) < math.inf:
+        raise ValueError(
+            f"expected negative_slope to be finite and not negative, but got {negative_slope}"
+        )
+
+
+def follow(output: Tensor, arguments: Arguments) -> Tensor:
+    """Add the residual to a normalized input and apply the activation, by torch's own operators."""
+    if arguments.residual is not None:
+        output = add_residual(output, arguments.residual)
+    if arguments.activation == "relu":
+        return F.relu(output)
+    if arguments.activation == "leaky_relu":
+        return F.leaky_relu(output, arguments.negative_slope)
+    if arguments.activation == "silu":
+        return F.silu(output)
+    return output
+
+
+def add_residual(output: Tensor, residual: Tensor | None) -> Tensor:
+    """Return their sum, or ``output``."""
+    return output if residual is None else output + residual
+
+
+# Symbolic tracing of a layer by itself makes a placeholder of its residual, which may stay None.
+torch.fx.wrap("add_residual")
+
+
+class Through(NamedTuple):
+    """An activation that a gradient goes through, and what its derivative is computed from.
+
+    Those are the ``constants`` of :func:`syncbn.ops.batch_norm_apply` and, for SiLU, the
+    ``residual``; with a residual and ReLU or leaky ReLU they are the ``output``. ``bias`` is there
+    for higher derivatives of SiLU.
+    """
+
+    activation: str
+    negative_slope: float
+    constants: Tensor | None
+    residual: Tensor | None
+    output: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def has_residual(self) -> bool:
+        """Whether a residual has been added before the activation."""
+        return self.residual is not None or self.output is not None
+
+    def for_operators(self) -> tuple[Tensor | None, int, float]:
+        """Return constants, activation and slope as the operators take them."""
+        return self.constants, NUMBERS[self.activation], float(self.negative_slope)
+
+
+def gradient(grad_output: Tensor, z: Tensor, activation: str, negative_slope: float) -> Tensor:
+    """Return ``grad_output`` times the derivative at ``z``, as a differentiable expression.
+
+    For ReLU and leaky ReLU ``z`` may as well be the output, which has its sign.
+    """
+    if activation == "relu":
+        return torch.where(z <= 0, 0.0, grad_output)
+    if activation == "leaky_relu":
+        return torch.where(z > 0, grad_output, grad_output * negative_slope)
+    sigmoid = torch.sigmoid(z)
+    return grad_output * (sigmoid * (1 + z * (1 - sigmoid)))

@@ -1,0 +1,67 @@
+"""A batch norm, a residual and an activation as separate modules of torch's, to compare with."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from cases import make_input, make_vector
+from torch import Tensor, nn
+
+ACTIVATIONS = {
+    None: lambda z: z,
+    "relu": F.relu,
+    "leaky_relu": lambda z: F.leaky_relu(z, 0.25),
+    "silu": F.silu,
+}
+NAMES = ["output", "grad_input", "grad_weight", "grad_bias", "grad_residual"]
+
+
+class Operands(NamedTuple):
+    """The tensors of a pass; the residual may be missing."""
+
+    x: Tensor
+    dy: Tensor
+    weight: Tensor
+    bias: Tensor
+    residual: Tensor | None
+
+    def as_leaves(self, dtype: torch.dtype | None = None) -> "Operands":
+        """Copies that take gradients, in ``dtype`` or each in its own."""
+        copies = (None if t is None else t.detach().to(dtype or t.dtype).clone() for t in self)
+        x, dy, *others = copies
+        return Operands(x, dy, *others)._replace(
+            x=x.requires_grad_(),
+            weight=others[0].requires_grad_(),
+            bias=others[1].requires_grad_(),
+            residual=None if others[2] is None else others[2].requires_grad_(),
+        )
+
+    def gradients(self) -> list[Tensor]:
+        return [t.grad for t in (self.x, self.weight, self.bias, self.residual) if t is not None]
+
+
+def make_operands(
+    shape: tuple[int, ...], layout: str, dtype: torch.dtype, *, with_residual: bool
+) -> Operands:
+    parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    return Operands(
+        make_input(shape, layout, dtype, mean=1.0),
+        make_input(shape, layout, dtype, mean=0.1, std=1.0, seed=1),
+        make_vector(shape[1], parameter_dtype, seed=2),
+        make_vector(shape[1], parameter_dtype, seed=3),
+        make_input(shape, layout, dtype, mean=0.0, std=1.0, seed=4) if with_residual else None,
+    )
+
+
+def run_separately(operands: Operands, activation: str | None) -> list[Tensor]:
+    """Torch's modules one after the other: the output and all gradients."""
+    bn = nn.BatchNorm2d(operands.x.size(1)).to(operands.weight.dtype)
+    bn._check_input_dim = lambda input: None
+    bn.weight, bn.bias = nn.Parameter(operands.weight), nn.Parameter(operands.bias)
+    z = bn(operands.x)
+    y = ACTIVATIONS[activation](z if operands.residual is None else z + operands.residual)
+    y.backward(operands.dy)
+    gradients = [operands.x.grad, bn.weight.grad, bn.bias.grad]
+    if operands.residual is not None:
+        gradients.append(operands.residual.grad)
+    return [y.detach(), *gradients]
