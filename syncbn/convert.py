@@ -134,7 +134,8 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``module`` is not a module.
-        ValueError: A layer has been compiled by itself. Nothing has been changed then.
+        ValueError: A layer has been compiled by itself, or has an activation. Nothing has been
+            changed then.
 
     Example:
         >>> from torch import nn
@@ -147,6 +148,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         module, lambda layer: _is_synchronized(layer) and not _is_plain(layer)
     )
     _check_not_compiled(layers, lambda layer: _is_synchronized(layer) and _is_plain(layer))
+    _check_no_activation(layers)
 
     def revert(layer: nn.Module, name: str) -> nn.Module:
         if not _is_synchronized(layer):
@@ -204,6 +206,16 @@ def _check_not_compiled(layers: Layers, is_replaced: Callable[[nn.Module], bool]
             raise ValueError(
                 f"the layer {name!r} has been compiled by itself, so that its old code would go on "
                 "to run; convert or revert the model first and compile after that"
+            )
+
+
+def _check_no_activation(layers: Layers) -> None:
+    """Raise ValueError where a layer would lose its activation without a word."""
+    for name, layer in layers:
+        if isinstance(layer, SyncBatchNorm) and layer.activation is not None:
+            raise ValueError(
+                f"the layer {name!r} has activation={layer.activation!r}, which ordinary batch "
+                "normalization has not; set it to None and apply the activation behind the layer"
             )
 
 

@@ -57,7 +57,7 @@ def sync_batch_norm(
 
     A residual and an activation, if given, follow in the same passes over memory:
     ``activation(y + residual)``. Not so in evaluation and in graphs, where they are torch's own
-    operators, which compilers fuse.
+    operators, which compilers fuse, and not yet on CUDA.
 
     Args:
         input: Shape (N, C, ...), 2 or more dimensions, any strides; float16, bfloat16, float32 or

@@ -10,7 +10,7 @@ from cases import DTYPES, make_input
 from fusing import ACTIVATIONS, NAMES, make_operands, run_separately
 from torch import nn
 
-from syncbn import SyncBatchNorm, functional, sync_batch_norm
+from syncbn import SyncBatchNorm, functional, ops, revert_sync_batchnorm, sync_batch_norm
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
@@ -73,8 +73,8 @@ def test_backward_sees_the_sign_that_forward_saw(shape, layout, dtype):
     if len(shape) == 2 and layout == "channels_last":
         pytest.skip("a matrix has one layout")
     operands = make_operands(shape, layout, dtype, with_residual=False)
-    # Many values that are normalized to next to nothing, of either sign: to half of the least number
-    # that the 16-bit types have, which they round to zero.
+    # Many values that are normalized to next to nothing, of either sign: to half of the least
+    # number that the 16-bit types have, which they round to zero.
     channels = shape[1]
     operands.x[::2] *= 1e-3
     tiny = {torch.float16: 2e-8, torch.bfloat16: 5e-41}.get(dtype, 1e-9)
@@ -336,9 +336,32 @@ def test_symbolic_tracing_keeps_the_residual():
     assert torch.equal(traced.eval()(*operands), model.eval()(*operands))
 
 
-def test_the_plain_layer_takes_no_part_in_it(monkeypatch):
-    """What is not asked for costs nothing: not even a look at the residual."""
-    monkeypatch.setattr(functional.activations, "follow", lambda output, arguments: output)
-    monkeypatch.setattr(functional, "Through", None)
+def test_the_plain_layer_gives_operators_nothing_more(monkeypatch):
+    """What is not asked for costs nothing, not even an argument."""
+    given = {}
+
+    def spy(name):
+        original = getattr(ops, name)
+
+        def call(*args):
+            given[name] = len(args)
+            return original(*args)
+
+        return call
+
+    for name in ("batch_norm_apply", "batch_norm_backward_reduce", "batch_norm_backward_apply"):
+        monkeypatch.setattr(ops, name, spy(name))
+    monkeypatch.setattr(functional.activations, "follow", None)
     x = torch.rand(4, 3, requires_grad=True)
     SyncBatchNorm(3)(x).sum().backward()
+    # Their arguments up to verdict, outlook and verdict.
+    assert list(given.values()) == [11, 8, 9]
+
+
+def test_revert_does_not_drop_an_activation():
+    model = nn.Sequential(SyncBatchNorm(3), SyncBatchNorm(3, activation="relu"))
+    with pytest.raises(ValueError, match="'1' has activation='relu'.* apply the activation behind"):
+        revert_sync_batchnorm(model)
+    assert all(type(layer) is SyncBatchNorm for layer in model)  # nothing has been changed
+    model[1].activation = None
+    assert not any(isinstance(layer, SyncBatchNorm) for layer in revert_sync_batchnorm(model))
