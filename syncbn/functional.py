@@ -57,7 +57,7 @@ def sync_batch_norm(
 
     A residual and an activation, if given, follow in the same passes over memory:
     ``activation(y + residual)``. Not so in evaluation and in graphs, where they are torch's own
-    operators, which compilers fuse, and not yet on CUDA.
+    operators, which compilers fuse.
 
     Args:
         input: Shape (N, C, ...), 2 or more dimensions, any strides; float16, bfloat16, float32 or
@@ -163,20 +163,6 @@ def train(
         except ValueError as error:
             raise errors.with_layer_and_rank(error, identity, group) from None
     dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
-    if dense.is_cuda and arguments.is_fused:  # whose operators have no activation yet
-        plain = arguments._replace(residual=None, activation=None)
-        return activations.follow(_apply(dense, totals, plain, group, identity, record), arguments)
-    return _apply(dense, totals, arguments, group, identity, record)
-
-
-def _apply(
-    dense: Tensor,
-    totals: Tensor,
-    arguments: Arguments,
-    group: ProcessGroup | None,
-    identity: Identity,
-    record: Record | None,
-) -> Tensor:
     weight, bias, *_ = arguments
     residual = arguments.residual
     if residual is not None:

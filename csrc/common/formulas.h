@@ -21,6 +21,7 @@ struct NormalizeThen {
   struct Formula {
     static constexpr int kInputs = kWithResidual ? 2 : 1;
     static constexpr int kConstants = 3;
+    static constexpr bool kIsLong = Act::kIsLong;
 
     V center;
     V scale;
@@ -59,6 +60,7 @@ template <typename V>
 struct GradInput {
   static constexpr int kInputs = 2;
   static constexpr int kConstants = 4;
+  static constexpr bool kIsLong = false;
 
   V center;
   V slope;
@@ -93,6 +95,7 @@ struct GradInputThrough {
   struct Formula {
     static constexpr int kInputs = 2;
     static constexpr int kConstants = 5;
+    static constexpr bool kIsLong = Act::kIsLong;
 
     GradInput<V> grad_input;
     V forward_shift;

@@ -8,6 +8,7 @@
 #include "../common/formulas.h"
 #include "../common/message.h"
 #include "../common/running.h"
+#include "activations.h"
 #include "channel_vector.h"
 #include "dispatch.h"
 #include "elementwise.h"

@@ -3,6 +3,7 @@
 #include "../common/allocate.h"
 #include "../common/checks.h"
 #include "../common/formulas.h"
+#include "activations.h"
 #include "channel_vector.h"
 #include "dispatch.h"
 #include "elementwise.h"

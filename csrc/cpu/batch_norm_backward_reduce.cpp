@@ -10,6 +10,7 @@
 #include "../common/allocate.h"
 #include "../common/checks.h"
 #include "../common/terms.h"
+#include "activations.h"
 #include "channel_sums.h"
 #include "channel_vector.h"
 #include "dispatch.h"

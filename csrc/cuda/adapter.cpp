@@ -85,6 +85,10 @@ ChannelVector to_channel_output(const std::optional<Tensor>& tensor) {
   return {tensor->mutable_data_ptr(), tensor->stride(0), to_dtype(tensor->scalar_type())};
 }
 
+const void* to_data(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
+}
+
 double* to_verdict(const char* op, const std::optional<Tensor>& tensor) {
   if (!tensor.has_value()) {
     return nullptr;

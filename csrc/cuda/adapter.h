@@ -34,11 +34,8 @@ class Device {
 ChannelVector to_channel_input(const std::optional<Tensor>& tensor);
 ChannelVector to_channel_output(const std::optional<Tensor>& tensor);
 
-// CUDA operators have no activation yet: syncbn/functional.py applies torch's behind them.
-inline void check_unfused(const char* op, int64_t activation, bool has_operands) {
-  SYNCBN_CHECK(activation == 0 && !has_operands, op,
-               ": expected no activation and no residual, which CUDA operators do not have yet");
-}
+// Null where there is none. Read only.
+const void* to_data(const std::optional<Tensor>& tensor);
 
 // Where kernels write a verdict: pinned memory of the host or memory of a device.
 double* to_verdict(const char* op, const std::optional<Tensor>& tensor);

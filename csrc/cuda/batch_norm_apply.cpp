@@ -14,7 +14,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
     std::optional<double> momentum, double eps, std::optional<double> tag_sum,
     std::optional<Tensor> verdict, std::optional<Tensor> residual, int64_t activation,
-    double /*negative_slope*/, std::optional<Tensor> constants) {
+    double negative_slope, std::optional<Tensor> constants) {
   const Device device(input);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
@@ -23,7 +23,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   check_channel_vector(kOp, "weight", weight, input);
   check_channel_vector(kOp, "bias", bias, input);
   check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
-  check_unfused(kOp, activation, residual.has_value() || constants.has_value());
+  check_like_input(kOp, "residual", residual, input, geometry);
+  Following following{to_activation(kOp, activation, negative_slope), to_data(residual)};
+  check_constants(kOp, constants, input);
+  if (constants.has_value()) {
+    following.constants = static_cast<double*>(constants->mutable_data_ptr());
+  }
 
   Tensor output = allocate_like(input);
   Tensor mean = allocate_vector(channels, ScalarType::Double, input);
@@ -38,14 +43,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
 
   const void* x = input.const_data_ptr();
   void* y = output.mutable_data_ptr();
-  const Plan plan =
-      make_plan(geometry, to_dtype(input.scalar_type()), {x, y}, device.multiprocessors());
+  const Plan plan = make_plan(geometry, to_dtype(input.scalar_type()), {x, following.residual, y},
+                              device.multiprocessors());
   launch_batch_norm_apply(
       plan, device.stream(), x, static_cast<const double*>(totals.const_data_ptr()),
       Judge{expectation, to_verdict(kOp, verdict)}, to_channel_input(weight),
       to_channel_input(bias), running, eps, y, static_cast<double*>(mean.mutable_data_ptr()),
       static_cast<double*>(invstd.mutable_data_ptr()),
-      static_cast<double*>(count.mutable_data_ptr()));
+      static_cast<double*>(count.mutable_data_ptr()), following);
   return {output, mean, invstd, count};
 }
 

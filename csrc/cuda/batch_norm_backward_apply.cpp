@@ -13,18 +13,21 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
                                  const Tensor& sums, const Tensor& count,
                                  std::optional<double> tag_sum, std::optional<Tensor> verdict,
                                  std::optional<Tensor> constants, int64_t activation,
-                                 double /*negative_slope*/) {
+                                 double negative_slope) {
   const Device device(input);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
   check_like_input(kOp, "grad_output", grad_output, input, geometry);
-  check_unfused(kOp, activation, constants.has_value());
   check_statistics(kOp, "mean", mean, channels, input);
   check_statistics(kOp, "invstd", invstd, channels, input);
   check_channel_vector(kOp, "weight", weight, input);
   const Expectation expectation = to_expectation(tag_sum);
   check_sums(kOp, "sums", sums, 2 * channels, expectation, input);
   check_statistics(kOp, "count", count, 1, input);
+  Through through{to_activation(kOp, activation, negative_slope)};
+  check_constants(kOp, constants, input);
+  check_gradient_sources(kOp, through.activation, constants);
+  through.constants = static_cast<const double*>(to_data(constants));
 
   Tensor grad_input = allocate_like(input);
   if (geometry.numel() == 0) {
@@ -40,7 +43,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
       static_cast<const double*>(invstd.const_data_ptr()), to_channel_input(weight),
       static_cast<const double*>(sums.const_data_ptr()),
       Judge{expectation, to_verdict(kOp, verdict)},
-      static_cast<const double*>(count.const_data_ptr()), dx);
+      static_cast<const double*>(count.const_data_ptr()), dx, through);
   return grad_input;
 }
 

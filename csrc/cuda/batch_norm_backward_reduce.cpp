@@ -6,21 +6,34 @@
 namespace syncbn::cuda {
 namespace {
 
-constexpr const char* kOp = "syncbn::batch_norm_backward_reduce";
-
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
-    std::optional<Tensor> constants, int64_t activation, double /*negative_slope*/) {
+// Both operators: that with a residual has allocated its gradient.
+std::tuple<Tensor, Tensor, Tensor> reduce(
+    const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+    const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag,
+    double outlook, const std::optional<Tensor>& constants, int64_t activation,
+    double negative_slope, const std::optional<Tensor>& residual = {},
+    const std::optional<Tensor>& output = {}, const std::optional<Tensor>& grad_residual = {}) {
   const Device device(input);
-  const Geometry geometry = check_input(kOp, "input", input);
+  const Geometry geometry = check_input(op, "input", input);
   const int64_t channels = geometry.channels;
-  check_like_input(kOp, "grad_output", grad_output, input, geometry);
-  check_unfused(kOp, activation, constants.has_value());
-  check_statistics(kOp, "mean", mean, channels, input);
-  check_statistics(kOp, "invstd", invstd, channels, input);
-  check_grad_dtype(kOp, "weight_dtype", weight_dtype);
-  check_grad_dtype(kOp, "bias_dtype", bias_dtype);
+  check_like_input(op, "grad_output", grad_output, input, geometry);
+  check_statistics(op, "mean", mean, channels, input);
+  check_statistics(op, "invstd", invstd, channels, input);
+  check_grad_dtype(op, "weight_dtype", weight_dtype);
+  check_grad_dtype(op, "bias_dtype", bias_dtype);
+  Through through{to_activation(op, activation, negative_slope)};
+  check_constants(op, constants, input);
+  check_like_input(op, "residual", residual, input, geometry);
+  check_like_input(op, "output", output, input, geometry);
+  if (grad_residual.has_value()) {
+    check_residual_sources(op, through.activation, constants, residual, output);
+    through.grad_residual = grad_residual->mutable_data_ptr();
+  } else {
+    check_gradient_sources(op, through.activation, constants);
+  }
+  through.constants = static_cast<const double*>(to_data(constants));
+  through.residual = to_data(residual);
+  through.output = to_data(output);
 
   const Announcement announcement = to_announcement(tag, outlook);
   const int64_t size = announcement.present ? announced_size(channels) : 2 * channels;
@@ -30,15 +43,39 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
 
   const void* dy = grad_output.const_data_ptr();
   const void* x = input.const_data_ptr();
-  const Plan plan =
-      make_plan(geometry, to_dtype(input.scalar_type()), {dy, x}, device.multiprocessors());
+  const Plan plan = make_plan(geometry, to_dtype(input.scalar_type()),
+                              {dy, x, through.residual, through.output, through.grad_residual},
+                              device.multiprocessors());
   std::vector<Tensor> keep_alive;
   launch_batch_norm_backward_reduce(
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
       static_cast<const double*>(invstd.const_data_ptr()),
       static_cast<double*>(sums.mutable_data_ptr()), announcement, to_channel_output(grad_weight),
-      to_channel_output(grad_bias), device.make_workspace(plan, input, keep_alive));
+      to_channel_output(grad_bias), device.make_workspace(plan, input, keep_alive), through);
   return {sums, grad_weight, grad_bias};
+}
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
+    std::optional<Tensor> constants, int64_t activation, double negative_slope) {
+  return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
+                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_residual(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
+    std::optional<Tensor> constants, int64_t activation, double negative_slope,
+    std::optional<Tensor> residual, std::optional<Tensor> output) {
+  constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_residual";
+  const Device device(input);
+  check_input(kOp, "input", input);
+  const Tensor grad_residual = allocate_like(input);
+  auto [sums, grad_weight, grad_bias] =
+      reduce(kOp, grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook,
+             constants, activation, negative_slope, residual, output, grad_residual);
+  return {sums, grad_weight, grad_bias, grad_residual};
 }
 
 }  // namespace
@@ -46,4 +83,6 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {
   m.impl("batch_norm_backward_reduce", TORCH_BOX(&syncbn::cuda::batch_norm_backward_reduce));
+  m.impl("batch_norm_backward_reduce_residual",
+         TORCH_BOX(&syncbn::cuda::batch_norm_backward_reduce_residual));
 }

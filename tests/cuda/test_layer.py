@@ -39,12 +39,14 @@ def make_step(shape, layout="contiguous", dtype=torch.float32, **options):
 
 @pytest.mark.cuda
 @pytest.mark.usefixtures("on_cuda")
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"activation": "relu"}, {"activation": "silu"}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_at_most_three_kernels_each_way_and_nothing_else(shape, layout, dtype, momentum):
-    forward, backward, _ = make_step(shape, layout, dtype, momentum=momentum)
+def test_at_most_three_kernels_each_way_and_nothing_else(shape, layout, dtype, options):
+    forward, backward, _ = make_step(shape, layout, dtype, **options)
     for direction in (forward, backward):
         direction()  # what is set up once
         found = launches.record_launches(direction)

@@ -20,6 +20,7 @@ OPERATORS = (
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_reduce",
+    "batch_norm_backward_reduce_residual",
     "batch_norm_stats",
 )
 
@@ -63,8 +64,11 @@ def test_kernels_use_no_local_memory_on_any_architecture():
             kernels[architecture] = kernels.get(architecture, 0) + 1
     listed = re.findall(r"(\d+)\.(\d+)", _extension.build_info["cuda_architectures"])
     assert {major + minor for major, minor in listed} == kernels.keys()
-    # 4 dtypes; of a matrix 3 widths in 16 bits and 2 else, of planes 3; four operators; the count.
-    assert set(kernels.values()) == {4 * (2 * 3 + 2 * 2 + 4 * 3) + 1}
+    # 4 dtypes: of a matrix 3 widths in 16 bits and 2 else, of planes 3. Formulas of four operators:
+    # statistics; apply, alone and with two activations, with a residual or not; both of backward
+    # alone and with two activations, reduce with a residual, too. And the count.
+    formulas = 1 + (1 + 2 * 2) + (1 + 2 * 2) + (1 + 2)
+    assert set(kernels.values()) == {formulas * (2 * 3 + 2 * 2 + 4 * 3) + 1}
 
 
 @built

@@ -97,12 +97,13 @@ const char* batch_norm_apply(const Call* call, const void* input, const double* 
                              const ChannelVector* running_mean, const ChannelVector* running_var,
                              int64_t* num_batches_tracked, bool cumulative, double momentum,
                              double eps, void* output, double* mean, double* invstd, double* count,
-                             const Judge* judge) {
+                             const Judge* judge, const Following* following) {
   return run(*call, [&] {
     const RunningStatistics running{*running_mean, *running_var, num_batches_tracked, cumulative,
                                     momentum};
-    launch_batch_norm_apply(plan_of(*call, {input, output}), nullptr, input, totals, *judge,
-                            *weight, *bias, running, eps, output, mean, invstd, count);
+    launch_batch_norm_apply(plan_of(*call, {input, following->residual, output}), nullptr, input,
+                            totals, *judge, *weight, *bias, running, eps, output, mean, invstd,
+                            count, *following);
   });
 }
 
@@ -110,12 +111,14 @@ const char* batch_norm_backward_reduce(const Call* call, const void* grad_output
                                        const double* mean, const double* invstd, double* sums,
                                        const ChannelVector* grad_weight,
                                        const ChannelVector* grad_bias,
-                                       const Announcement* announcement) {
+                                       const Announcement* announcement, const Through* through) {
   return run(*call, [&] {
-    const Plan plan = plan_of(*call, {grad_output, input});
+    const Plan plan = plan_of(
+        *call, {grad_output, input, through->residual, through->output, through->grad_residual});
     with_workspace(plan, [&](Workspace workspace) {
       launch_batch_norm_backward_reduce(plan, nullptr, grad_output, input, mean, invstd, sums,
-                                        *announcement, *grad_weight, *grad_bias, workspace);
+                                        *announcement, *grad_weight, *grad_bias, workspace,
+                                        *through);
     });
   });
 }
@@ -123,11 +126,12 @@ const char* batch_norm_backward_reduce(const Call* call, const void* grad_output
 const char* batch_norm_backward_apply(const Call* call, const void* grad_output, const void* input,
                                       const double* mean, const double* invstd,
                                       const ChannelVector* weight, const double* sums,
-                                      const double* count, void* grad_input, const Judge* judge) {
+                                      const double* count, void* grad_input, const Judge* judge,
+                                      const Through* through) {
   return run(*call, [&] {
     launch_batch_norm_backward_apply(plan_of(*call, {grad_output, input, grad_input}), nullptr,
                                      grad_output, input, mean, invstd, *weight, sums, *judge, count,
-                                     grad_input);
+                                     grad_input, *through);
   });
 }
 

@@ -64,6 +64,8 @@ def examples(kind, opcode, position):
         return [float(np.float32(v)) if kind == "f32" else v for v in values]
     if opcode.startswith(("shl", "shr")) and position == 1:
         return [0, 1, 3, 15, 16, 17, 31, 32, 33, 63, 64, 1000, 2**32 - 1]
+    if opcode.startswith("bfe") and position > 0:
+        return [0, 1, 8, 31, 32, 33, 255]
     bits = bits_of(kind)
     least = -(2 ** (bits - 1)) if kind[0] == "s" else 0
     ends = [least, least + 2**bits - 1, least + 2 ** (bits - 1) - 1]
@@ -117,6 +119,36 @@ def fused(kind, a, b, c):
         return float(np.float64(a) * np.float64(b) + np.float64(c))
 
 
+def fused_downward(kind, a, b, c):
+    near = fused(kind, a, b, c)
+    if not all(map(math.isfinite, (a, b, c))):
+        return near
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if exact == 0:  # of opposite signs, or both negative
+        signs = math.copysign(1, a) * math.copysign(1, b), math.copysign(1, c)
+        return 0.0 if signs == (1, 1) else -0.0
+    if math.isfinite(near) and Fraction(near) <= exact:
+        return near
+    if near == -math.inf:
+        return near
+    return float(np.nextafter(np.float32(near), np.float32(-np.inf)))
+
+
+def flushed(value):
+    return math.copysign(0.0, value) if abs(value) < 2.0**-126 else value
+
+
+def power_of_two(_, a):
+    with np.errstate(over="ignore"):
+        return flushed(float(np.float32(np.exp2(np.float64(flushed(a))))))
+
+
+def approximate_quotient(kind, a, b):
+    if 2.0**126 < abs(b) < math.inf:
+        return OF_FLOATS["mul"](kind, a, math.copysign(0.0, b))
+    return of_floats(np.divide)(kind, a, b)
+
+
 def smaller(_, a, b):
     if math.isnan(a) or math.isnan(b):
         return b if math.isnan(a) else a
@@ -133,9 +165,12 @@ OF_FLOATS = {
     "sub": of_floats(operator.sub),
     "mul": of_floats(operator.mul),
     "div": of_floats(np.divide),
+    "div.approx": approximate_quotient,
+    "ex2.approx": power_of_two,
     "rcp": of_floats(lambda a: np.divide(type(a)(1), a)),
     "sqrt": of_floats(np.sqrt),
     "fma": fused,
+    "fma.rm": fused_downward,
     "neg": lambda _, a: -a,
     "abs": lambda _, a: abs(a),
     "min": smaller,
@@ -161,6 +196,7 @@ OF_INTEGERS = {
     "not": lambda _, a: ~a,
     "shl": lambda _, a, b: a << min(b, 64),
     "shr": lambda _, a, b: a >> min(b, 64),
+    "bfe": lambda _, a, b, c: a >> b & 2**c - 1,
     "popc": lambda _, a: bin(a).count("1"),
     "selp": lambda _, a, b, c: a if c else b,
 }
@@ -184,7 +220,9 @@ def compared(how, a, b):
 
 
 def converted(opcode, value):
-    *_, to, source = opcode.split(".")
+    *modifiers, to, source = opcode.split(".")
+    if "sat" in modifiers:
+        return min(value, 1.0) if value > 0 else 0.0
     if source in ("f16", "bf16"):
         dtype = torch.float16 if source == "f16" else torch.bfloat16
         return torch.tensor([value], dtype=torch.uint16).view(dtype).float().item()
@@ -210,7 +248,8 @@ def expected(opcode, values):
     if result == "pred":
         return bool(wrapped(OF_INTEGERS[name](result, *values), "u8") & 1)
     if result[0] == "f":
-        return OF_FLOATS[name](result, *values)
+        function = OF_FLOATS.get(f"{name}.{modifiers[0]}") or OF_FLOATS[name]
+        return function(result, *values)
     return wrapped(OF_INTEGERS[name](result, *values), result)
 
 

@@ -7,15 +7,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import DTYPES, make_input
-from fusing import ACTIVATIONS, NAMES, make_operands, run_separately
+from fusing import (
+    ACTIVATIONS,
+    FUSED,
+    SLOPE,
+    assert_error_at_most_twice,
+    make_operands,
+    run_separately,
+)
 from torch import nn
 
 from syncbn import SyncBatchNorm, functional, ops, revert_sync_batchnorm, sync_batch_norm
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
-SLOPE = 0.25
-FUSED = [(a, r) for a in ACTIVATIONS for r in (False, True) if a is not None or r]
 fused = pytest.mark.parametrize(("activation", "with_residual"), FUSED)
 
 
@@ -51,18 +56,7 @@ def test_error_is_at_most_twice_that_of_separate_modules(
     exact = run_separately(operands.as_leaves(torch.float64), activation)
     theirs = run_separately(operands.as_leaves(), activation)
     ours = run_layer(operands.as_leaves(), activation)
-    for name, right, their, our in zip(NAMES, exact, theirs, ours, strict=False):
-        assert our.dtype == their.dtype and our.shape == their.shape
-        error, torchs = (our.double() - right).abs().max(), (their.double() - right).abs().max()
-        # Twice: either is a maximum over a sample of roundings. And where torch is exact by chance
-        # one rounding of the largest value, which for a gradient is that of a sum of many terms.
-        largest, values = right.abs().max(), operands.x.numel() / shape[1]
-        is_sum = name in ("grad_weight", "grad_bias")
-        if is_sum:
-            largest = values**0.5
-        if dtype == torch.float64:  # torch's is the reference: 16 roundings, of the magnitudes
-            torchs = 8 * torch.finfo(dtype).eps * (values if is_sum else largest)
-        assert error <= max(2 * torchs, torch.finfo(our.dtype).eps * largest), name
+    assert_error_at_most_twice(ours, theirs, exact)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,8 +9,12 @@ from torch import Tensor
 
 from syncbn import ops
 
+# Operators, and those that differ with a residual and an activation.
 OPS = ["batch_norm_stats", "batch_norm_apply", "batch_norm_backward_reduce"]
-OPS += ["batch_norm_backward_apply"]
+OPS += ["batch_norm_backward_apply", "batch_norm_backward_reduce_residual"]
+OPS += ["batch_norm_apply fused", "batch_norm_backward_reduce fused"]
+OPS += ["batch_norm_backward_apply fused", "batch_norm_backward_reduce_residual of SiLU"]
+RELU, SILU = 1, 3
 # Those of compiled graphs, which are written in Python over the others.
 COMPILED_OPS = ["compiled_stats", "compiled_update", "compiled_backward_reduce"]
 COMPILED_OPS += ["compiled_materialize"]
@@ -65,7 +69,7 @@ def make_input(
 
 
 def operator(name: str) -> Any:
-    return getattr(torch.ops.syncbn, name).default
+    return getattr(torch.ops.syncbn, name.split()[0]).default
 
 
 def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32) -> tuple:
@@ -77,11 +81,26 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
     running = (vector.clone(), vector.clone(), torch.tensor(0, device=x.device))
     dtypes = (parameter_dtype, torch.float64)
     sums = torch.ones(2 * channels, dtype=torch.float64, device=x.device)
+    constants, other = torch.cat([var, mean]), x.clone()
+    apply = (x, totals, vector, vector.clone(), *running, None, 1e-5)
+    reduce = (x.clone(), x, mean, var, *dtypes)
+    backward_apply = (x.clone(), x, mean, var, vector, sums, totals[-1:].clone())
     return {
         "batch_norm_stats": (x,),
-        "batch_norm_apply": (x, totals, vector, vector.clone(), *running, None, 1e-5),
-        "batch_norm_backward_reduce": (x.clone(), x, mean, var, *dtypes),
-        "batch_norm_backward_apply": (x.clone(), x, mean, var, vector, sums, totals[-1:].clone()),
+        "batch_norm_apply": apply,
+        "batch_norm_apply fused": (*apply, None, None, other, SILU, 0.0, constants),
+        "batch_norm_backward_reduce": reduce,
+        "batch_norm_backward_reduce fused": (*reduce, None, 0.0, constants, RELU, 0.0),
+        "batch_norm_backward_reduce_residual": (
+            *(*reduce, None, 0.0),
+            *(None, RELU, 0.0, None, other),
+        ),
+        "batch_norm_backward_reduce_residual of SiLU": (
+            *(*reduce, None, 0.0),
+            *(constants, SILU, 0.0, other, None),
+        ),
+        "batch_norm_backward_apply": backward_apply,
+        "batch_norm_backward_apply fused": (*backward_apply, None, None, constants, SILU, 0.0),
         "compiled_stats": (x, None, torch.empty(0)),
         "compiled_update": (totals, *running, None, 1e-5, x.dtype, None),
         "compiled_backward_reduce": (x.clone(), x, mean, var, *dtypes),

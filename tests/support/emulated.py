@@ -1,7 +1,7 @@
 """The CUDA kernels on emulated threads, which ``tests/emulation/`` gives a host's program.
 
 ``build()`` takes the kernels' source, ``build_ptx()`` what nvcc makes of it. ``Device`` offers the
-four operators with the signatures of ``syncbn.ops``, on CPU tensors.
+operators with the signatures of ``syncbn.ops``, on CPU tensors.
 """
 
 import ctypes
@@ -145,9 +145,34 @@ class Judge(ctypes.Structure):
     )
 
 
+class Activation(ctypes.Structure):
+    _fields_ = (("kind", ctypes.c_int), ("negative_slope", ctypes.c_double))
+
+
+class Following(ctypes.Structure):
+    _fields_ = (
+        ("activation", Activation),
+        ("residual", ctypes.c_void_p),
+        ("constants", ctypes.c_void_p),
+    )
+
+
+class Through(ctypes.Structure):
+    _fields_ = (
+        ("activation", Activation),
+        ("constants", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("grad_residual", ctypes.c_void_p),
+    )
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 def to_judge(tag_sum: float | None, verdict: Tensor | None) -> Judge:
-    pointer = None if verdict is None else verdict.data_ptr()
-    return Judge(tag_sum is not None, tag_sum or 0.0, pointer)
+    return Judge(tag_sum is not None, tag_sum or 0.0, pointer(verdict))
 
 
 def channel_vector(tensor: Tensor | None) -> ChannelVector:
@@ -235,6 +260,10 @@ class Device:
         eps: float,
         tag_sum: float | None = None,
         verdict: Tensor | None = None,
+        residual: Tensor | None = None,
+        activation: int = 0,
+        negative_slope: float = 0.0,
+        constants: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         output = with_margins(input)
         mean, invstd, count = (statistics(n) for n in (input.size(1), input.size(1), 1))
@@ -253,6 +282,9 @@ class Device:
             invstd,
             count,
             to_judge(tag_sum, verdict),
+            Following(
+                Activation(activation, negative_slope), pointer(residual), pointer(constants)
+            ),
         )
         assert_margins_untouched(output, mean, invstd, count)
         return output, mean, invstd, count
@@ -267,14 +299,55 @@ class Device:
         bias_dtype: torch.dtype = torch.float64,
         tag: float | None = None,
         outlook: float = 0.0,
+        constants: Tensor | None = None,
+        activation: int = 0,
+        negative_slope: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        through = Through(Activation(activation, negative_slope), pointer(constants))
+        operands = (grad_output, input, mean, invstd)
+        return self._reduce(operands, weight_dtype, bias_dtype, tag, outlook, through)
+
+    def batch_norm_backward_reduce_residual(
+        self,
+        grad_output: Tensor,
+        input: Tensor,
+        mean: Tensor,
+        invstd: Tensor,
+        weight_dtype: torch.dtype,
+        bias_dtype: torch.dtype,
+        tag: float | None,
+        outlook: float,
+        constants: Tensor | None,
+        activation: int,
+        negative_slope: float,
+        residual: Tensor | None,
+        output: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        grad_residual = with_margins(input)
+        tensors = map(pointer, (constants, residual, output, grad_residual))
+        through = Through(Activation(activation, negative_slope), *tensors)
+        operands = (grad_output, input, mean, invstd)
+        results = self._reduce(operands, weight_dtype, bias_dtype, tag, outlook, through)
+        assert_margins_untouched(grad_residual)
+        return *results, grad_residual
+
+    def _reduce(
+        self,
+        operands: tuple[Tensor, Tensor, Tensor, Tensor],
+        weight_dtype: torch.dtype,
+        bias_dtype: torch.dtype,
+        tag: float | None,
+        outlook: float,
+        through: Through,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        _, input, mean, _ = operands
         channels = input.size(1)
         sums = statistics(2 * channels + (0 if tag is None else 4))
         grad_weight, grad_bias = (with_margins(mean.to(d)) for d in (weight_dtype, bias_dtype))
         gradients = map(channel_vector, (grad_weight, grad_bias))
         announcement = Announcement(tag is not None, tag or 0.0, outlook)
         name = "batch_norm_backward_reduce"
-        self._run(name, input, grad_output, input, mean, invstd, sums, *gradients, announcement)
+        self._run(name, input, *operands, sums, *gradients, announcement, through)
         assert_margins_untouched(sums, grad_weight, grad_bias)
         return sums, grad_weight, grad_bias
 
@@ -289,12 +362,16 @@ class Device:
         count: Tensor,
         tag_sum: float | None = None,
         verdict: Tensor | None = None,
+        constants: Tensor | None = None,
+        activation: int = 0,
+        negative_slope: float = 0.0,
     ) -> Tensor:
         grad_input = with_margins(input)
         vector = channel_vector(weight)
         tensors = (grad_output, input, mean, invstd, vector, sums, count, grad_input)
-        tensors += (to_judge(tag_sum, verdict),)
-        self._run("batch_norm_backward_apply", input, *tensors)
+        judge = to_judge(tag_sum, verdict)
+        through = Through(Activation(activation, negative_slope), pointer(constants))
+        self._run("batch_norm_backward_apply", input, *tensors, judge, through)
         assert_margins_untouched(grad_input)
         return grad_input
 

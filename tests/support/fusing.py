@@ -10,9 +10,11 @@ from torch import Tensor, nn
 ACTIVATIONS = {
     None: lambda z: z,
     "relu": F.relu,
-    "leaky_relu": lambda z: F.leaky_relu(z, 0.25),
+    "leaky_relu": lambda z: F.leaky_relu(z, SLOPE),
     "silu": F.silu,
 }
+SLOPE = 0.25  # of leaky ReLU
+FUSED = [(a, r) for a in ACTIVATIONS for r in (False, True) if a is not None or r]
 NAMES = ["output", "grad_input", "grad_weight", "grad_bias", "grad_residual"]
 
 
@@ -65,3 +67,32 @@ def run_separately(operands: Operands, activation: str | None) -> list[Tensor]:
     if operands.residual is not None:
         gradients.append(operands.residual.grad)
     return [y.detach(), *gradients]
+
+
+def assert_error_at_most_twice(
+    ours: list[Tensor],
+    theirs: list[Tensor],
+    exact: list[Tensor],
+    sums: dict[str, Tensor] | None = None,
+    roundings: int = 2,
+) -> None:
+    """Compare results, which are of ``NAMES``, with torch's.
+
+    Twice torch's error, because either is a maximum over a sample of roundings. And where torch is
+    exact by chance, so many ``roundings`` of the largest value. ``sums`` are bounds of the errors
+    in sums of channels, where torch adds up in another dtype.
+    """
+    values = exact[0].numel() / exact[0].size(1)
+    for name, right, their, our in zip(NAMES, exact, theirs, ours, strict=False):
+        assert our.dtype == their.dtype and our.shape == their.shape
+        error, torchs = (our.double() - right).abs().max(), (their.double() - right).abs().max()
+        eps, is_sum = torch.finfo(our.dtype).eps, name in ("grad_weight", "grad_bias")
+        # A gradient that is a sum of many terms: of random signs, one rounding of it.
+        largest = values**0.5 if is_sum else right.abs().max()
+        if exact[0].dtype == theirs[0].dtype:
+            # Torch's is the reference: 16 roundings, of the magnitudes
+            torchs = 8 * eps * (values if is_sum else largest)
+        bound = roundings * eps / 2 * largest
+        if is_sum and sums is not None:
+            bound = bound + sums[name].max()
+        assert error <= max(2 * torchs, bound), (name, error, torchs, bound)

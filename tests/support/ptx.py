@@ -73,9 +73,12 @@ TABLE = [
     ("mul.wide.u32", "u64 = T T", "uint64_t(a) * b"),
     (f"mad.lo.{WIDE}", "T = T T T", "a * b + c"),
     (f"fma.rn.{FLOATS}", "T = T T T", "std::fma(a, b, c)"),
+    ("fma.rm.f32", "T = T T T", "fma_downward(a, b, c)"),
     (f"div.rn.{FLOATS}", "T = T T", "a / b"),
+    ("div.approx.f32", "T = T T", "approximate_quotient(a, b)"),
     (f"rcp.rn.{FLOATS}", "T = T", "1 / a"),
     (f"sqrt.rn.{FLOATS}", "T = T", "std::sqrt(a)"),
+    ("ex2.approx.ftz.f32", "T = T", "flush(std::exp2(flush(a)))"),
     (f"div.{WIDE}", "T = T T", "quotient(a, b)"),
     (f"rem.{WIDE}", "T = T T", "remainder(a, b)"),
     ("neg.{s16,s32,s64,f32,f64}", "T = T", "-a"),
@@ -95,6 +98,7 @@ TABLE = [
     (f"shl.{BITS}", "T = T u32", "shift_left(a, b)"),
     ("shr.{b16,b32,b64,s16,u16,s32,u32,s64,u64}", "T = T u32", "shift_right(a, b)"),
     ("popc.b32", "u32 = T", "__builtin_popcount(a)"),
+    ("bfe.u32", "T = T u32 u32", "extract_bits(a, b, c)"),
     (f"selp.{ANY}", "T = T T pred", "c ? a : b"),
     (f"setp.eq.{ANY}", "pred = T T", "a == b"),
     ("setp.ne.{b16,b32,b64,s16,u16,s32,u32,s64,u64}", "pred = T T", "a != b"),
@@ -120,6 +124,7 @@ TABLE = [
         (f"cvt.rn.{to}.{source}", f"{to} = {source}", f"{CXX_TYPES[to]}(a)")
         for to, source in product(("f32", "f64"), alternatives(INTEGERS))
     ),
+    ("cvt.sat.f32.f32", "f32 = f32", "saturate(a)"),
     ("cvt.f64.f32", "f64 = f32", "double(a)"),
     ("cvt.rn.f32.f64", "f32 = f64", "float(a)"),
     ("cvt.f32.f16", "f32 = b16", "half_to_float(a)"),

@@ -1,4 +1,4 @@
-// batch_norm_apply on CUDA. Reads the input and writes the output once.
+// batch_norm_apply on CUDA. Reads the input (and the residual) and writes the output once.
 //
 // The first block of each tile of channels also writes mean and invstd and moves the running
 // statistics.
@@ -24,6 +24,7 @@ struct PrepareNormalize {
   double* mean;
   double* invstd;
   double* count;
+  double* constants;
 
   struct Operands {
     Sums sums;
@@ -75,10 +76,16 @@ struct PrepareNormalize {
                                decode(weight, operands.weight, 1), decode(bias, operands.bias, 0));
   }
 
+  template <typename A>
   __device__ void finish(const Operands& operands, const Derived& derived, int64_t channel) const {
     const Moments<double>& batch = derived.batch;
     mean[channel] = batch.mean;
     invstd[channel] = derived.invstd;
+    if (constants != nullptr) {
+      const Normalize<double> normalize = formula<A>(operands, derived);
+      constants[channel] = normalize.scale;
+      constants[channels + channel] = normalize.shift;
+    }
     if (channel == 0) {
       *count = batch.count;
       judge.write(derived.verdict);
@@ -110,6 +117,20 @@ struct PrepareNormalize {
   }
 };
 
+template <bool kWithResidual>
+struct WithNormalize {
+  ActivationChoice choice;
+  DType dtype;
+
+  template <typename A, typename Function>
+  void operator()(TypeTag<A>, const Function& function) const {
+    dispatch_activation<A>(choice, dtype, [&](auto activation) {
+      using Then = NormalizeThen<decltype(activation), kWithResidual>;
+      function(typename Then::template Formula<A>{{}, {}, {}, activation});
+    });
+  }
+};
+
 __global__ void count_batch_kernel(const double* totals, int64_t channels, Expectation expectation,
                                    int64_t* num_batches_tracked) {
   const bool sound = read_verdict(totals, channels, expectation) == Verdict::kSound;
@@ -123,15 +144,27 @@ __global__ void count_batch_kernel(const double* totals, int64_t channels, Expec
 void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
                              const double* totals, Judge judge, ChannelVector weight,
                              ChannelVector bias, RunningStatistics running, double eps,
-                             void* output, double* mean, double* invstd, double* count) {
+                             void* output, double* mean, double* invstd, double* count,
+                             Following following) {
   const int64_t channels = plan.geometry.channels;
   if (running.cumulative) {
     launch(count_batch_kernel, dim3(1), dim3(1), 0, static_cast<cudaStream_t>(stream), totals,
            channels, judge.expectation, running.num_batches_tracked);
   }
-  launch_elementwise<Normalize>(
-      plan, stream, {input}, output,
-      PrepareNormalize{totals, judge, channels, weight, bias, running, eps, mean, invstd, count});
+  const PrepareNormalize prepare{
+      totals, judge, channels,           weight, bias, running, eps, mean,
+      invstd, count, following.constants};
+  if (following.activation.kind == Activation::kNone && following.residual == nullptr) {
+    launch_elementwise(plan, stream, {input}, output, prepare, [](auto type, const auto& function) {
+      function(Normalize<typename decltype(type)::type>{});
+    });
+  } else if (following.residual != nullptr) {
+    launch_elementwise(plan, stream, {input, following.residual}, output, prepare,
+                       WithNormalize<true>{following.activation, plan.dtype});
+  } else {
+    launch_elementwise(plan, stream, {input}, output, prepare,
+                       WithNormalize<false>{following.activation, plan.dtype});
+  }
 }
 
 }  // namespace syncbn::cuda

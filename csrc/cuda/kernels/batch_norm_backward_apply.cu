@@ -8,6 +8,8 @@
 namespace syncbn::cuda {
 namespace {
 
+// With an activation, kThrough, also the shift of forward.
+template <bool kThrough>
 struct PrepareGradInput {
   const double* mean;
   const double* invstd;
@@ -16,6 +18,7 @@ struct PrepareGradInput {
   Judge judge;
   const double* count;
   int64_t channels;
+  const double* constants;
 
   struct Operands {
     double mean;
@@ -26,6 +29,7 @@ struct PrepareGradInput {
     double count;
     double withdrawn;  // NaN if a rank has
     double tag_sum;
+    double forward_shift;
   };
 
   __device__ Operands load(int64_t channel, bool) const {
@@ -40,6 +44,9 @@ struct PrepareGradInput {
       operands.withdrawn = sums[2 * channels];
       operands.tag_sum = sums[2 * channels + 1];
     }
+    if (kThrough) {
+      operands.forward_shift = constants[channels + channel];
+    }
     return operands;
   }
 
@@ -50,16 +57,23 @@ struct PrepareGradInput {
   }
 
   template <typename A>
-  __device__ GradInput<double> formula(const Operands& operands, Verdict verdict) const {
+  __device__ auto formula(const Operands& operands, Verdict verdict) const {
     double group_count = operands.count < 1 ? 1 : operands.count;
     if (verdict != Verdict::kSound) {
       group_count = NAN;
     }
-    return grad_input_constants(operands.mean, static_cast<A>(operands.mean), operands.invstd,
-                                decode(weight, operands.weight, 1), operands.sum_dy,
-                                operands.sum_dy_xhat, group_count);
+    const GradInput<double> grad_input = grad_input_constants(
+        operands.mean, static_cast<A>(operands.mean), operands.invstd,
+        decode(weight, operands.weight, 1), operands.sum_dy, operands.sum_dy_xhat, group_count);
+    if constexpr (kThrough) {
+      return GradInputThrough<NoActivation>::Formula<double>{
+          grad_input, operands.forward_shift, {}};
+    } else {
+      return grad_input;
+    }
   }
 
+  template <typename A>
   __device__ void finish(const Operands&, Verdict verdict, int64_t channel) const {
     if (channel == 0) {
       judge.write(verdict);
@@ -72,10 +86,27 @@ struct PrepareGradInput {
 void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void* grad_output,
                                       const void* input, const double* mean, const double* invstd,
                                       ChannelVector weight, const double* sums, Judge judge,
-                                      const double* count, void* grad_input) {
-  launch_elementwise<GradInput>(
+                                      const double* count, void* grad_input, Through through) {
+  const int64_t channels = plan.geometry.channels;
+  if (through.activation.kind == Activation::kNone) {
+    launch_elementwise(
+        plan, stream, {grad_output, input}, grad_input,
+        PrepareGradInput<false>{mean, invstd, weight, sums, judge, count, channels, nullptr},
+        [](auto type, const auto& function) {
+          function(GradInput<typename decltype(type)::type>{});
+        });
+    return;
+  }
+  launch_elementwise(
       plan, stream, {grad_output, input}, grad_input,
-      PrepareGradInput{mean, invstd, weight, sums, judge, count, plan.geometry.channels});
+      PrepareGradInput<true>{mean, invstd, weight, sums, judge, count, channels, through.constants},
+      [&](auto type, const auto& function) {
+        using A = typename decltype(type)::type;
+        dispatch_activation<A>(through.activation, plan.dtype, [&](auto activation) {
+          using Through = GradInputThrough<decltype(activation)>;
+          function(typename Through::template Formula<A>{{}, {}, activation});
+        });
+      });
 }
 
 }  // namespace syncbn::cuda

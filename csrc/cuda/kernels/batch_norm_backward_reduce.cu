@@ -1,10 +1,13 @@
-// batch_norm_backward_reduce on CUDA. Reads dy and x once.
+// batch_norm_backward_reduce on CUDA. Reads dy and x once and, where a residual was added before an
+// activation, that or the output, and writes the residual's gradient.
 //
-// Threads add up dy and dy * (x - center) in float32, for float64 inputs in float64, with center
-// the mean rounded to that type; blocks are added up in float64, where the rest of the mean is
-// taken into account: sum(dy * xhat) = (sum(dy * (x - center)) - (mean - center) * sum(dy)) *
-// invstd.
+// Threads add up dz, which is dy or its product with the derivative of the activation, and
+// dz * (x - center) in float32, for float64 inputs in float64, with center the mean rounded to that
+// type; blocks are added up in float64, where the rest of the mean is taken into account:
+// sum(dz * xhat) = (sum(dz * (x - center)) - (mean - center) * sum(dz)) * invstd.
 
+#include "../../common/terms.h"
+#include "activations.h"
 #include "channel_vector.h"
 #include "device.h"
 #include "dispatch.h"
@@ -18,21 +21,28 @@ namespace {
 
 template <typename A, int kChannels>
 struct GradSums {
-  A dy[kChannels] = {};
-  A dy_deviation[kChannels] = {};
+  A dz[kChannels] = {};
+  A dz_deviation[kChannels] = {};
 
   __device__ __forceinline__ void merge(const GradSums& other) {
 #pragma unroll
     for (int c = 0; c < kChannels; ++c) {
-      dy[c] += other.dy[c];
-      dy_deviation[c] += other.dy_deviation[c];
+      dz[c] += other.dz[c];
+      dz_deviation[c] += other.dz_deviation[c];
     }
   }
+};
+
+template <typename T, int kInputs>
+struct Tensors {
+  const T* input[kInputs];
+  T* output;  // the residual's gradient, where the formula stores
 };
 
 struct GradOutputs {
   const double* mean;
   const double* invstd;
+  const double* constants;  // [2C]: scale and shift of forward, for an activation
   double* sums;
   Announcement announcement;
   ChannelVector grad_weight;
@@ -45,27 +55,48 @@ __device__ void finish_sums(Memory& memory, int64_t channels, int64_t tile_chann
                             const GradOutputs& out) {
   finish_reduction(memory, channels, tile_channels, terms, out.workspace,
                    [&](int64_t channel, const TwoSums& sums) {
-                     const auto& [dy, dy_deviation] = sums;
+                     const auto& [dz, dz_deviation] = sums;
                      const double center = static_cast<A>(out.mean[channel]);
-                     const double dy_xhat =
-                         (dy_deviation - (out.mean[channel] - center) * dy) * out.invstd[channel];
-                     out.sums[channel] = dy;
-                     out.sums[channels + channel] = dy_xhat;
+                     const double dz_xhat =
+                         (dz_deviation - (out.mean[channel] - center) * dz) * out.invstd[channel];
+                     out.sums[channel] = dz;
+                     out.sums[channels + channel] = dz_xhat;
                      if (channel == 0 && out.announcement.present) {
                        write_end(out.sums, channels, /*count=*/0, out.announcement);
                      }
-                     store_channel(out.grad_weight, channel, dy_xhat);
-                     store_channel(out.grad_bias, channel, dy);
+                     store_channel(out.grad_weight, channel, dz_xhat);
+                     store_channel(out.grad_bias, channel, dz);
                    });
 }
 
-template <typename T, int kVector>
+// The constants of a channel as they lie in memory, which a thread need not wait for until it takes
+// the formula.
+template <typename Formula>
+struct LoadedConstants {
+  double values[Formula::kConstants] = {};
+
+  __device__ __forceinline__ void load(const GradOutputs& out, int64_t channels, int64_t channel) {
+    values[0] = out.mean[channel];
+    if constexpr (Formula::kConstants == 3) {
+      values[1] = out.constants[channel];
+      values[2] = out.constants[channels + channel];
+    }
+  }
+  template <typename A>
+  __device__ __forceinline__ Formula get(const Formula& formula) const {
+    int i = 0;
+    return formula.map([&](A) { return static_cast<A>(values[i++]); });
+  }
+};
+
+template <typename T, int kVector, typename Formula>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    backward_reduce_matrix_kernel(Matrix matrix, const T* __restrict__ grad_output,
-                                  const T* __restrict__ input, GradOutputs out) {
+    backward_reduce_matrix_kernel(Matrix matrix, Tensors<T, Formula::kInputs> tensors,
+                                  GradOutputs out, Formula formula) {
   using A = compute_t<T>;
   using State = GradSums<A, kVector>;
-  constexpr int kPairs = rows_in_flight(sizeof(T) * kVector) / 2;
+  constexpr int kInputs = Formula::kInputs;
+  constexpr int kSteps = steps_in_flight<Formula, A>(rows_in_flight(sizeof(T) * kVector));
   auto& memory = shared_memory<ReductionMemory<A, State>>();
 
   const int64_t column = matrix.column<kVector>();
@@ -74,43 +105,62 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   const int64_t stride = step * matrix.columns;
   int row = threadIdx.y;
   int64_t next = (matrix.first_row() + row) * matrix.columns + column;
-  Vector<T, kVector> dy[kPairs];
-  Vector<T, kVector> x[kPairs];
+  Vector<T, kVector> values[kInputs][kSteps];
   const auto load_rows = [&]() {
 #pragma unroll
-    for (int k = 0; k < kPairs; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       if (row + k * step < rows) {
-        dy[k] = load<kVector, Reuse::kSoon>(grad_output + next);
-        x[k] = load<kVector, Reuse::kSoon>(input + next);
+#pragma unroll
+        for (int i = 0; i < kInputs; ++i) {
+          // Where the weights are stored, the pass after this one reads them in place of dy.
+          const T* const from = tensors.input[i] + next;
+          values[i][k] = Formula::kStores && i != 1 ? load<kVector, Reuse::kNever>(from)
+                                                    : load<kVector, Reuse::kSoon>(from);
+        }
       }
       next += stride;
     }
   };
-  // The means are waited for behind the first rows.
-  double mean[kVector];
+  // The constants are waited for behind the first rows.
+  LoadedConstants<Formula> loaded[kVector];
   matrix.for_each_column<kVector>([&](int v, int channel) {
-    mean[v] = rows > 0 ? out.mean[blockIdx.x * matrix.tile_channels + channel] : 0;
+    if (rows > 0) {
+      loaded[v].load(out, matrix.channels, blockIdx.x * matrix.tile_channels + channel);
+    }
   });
   load_rows();
-  A center[kVector];
+  Formula formulas[kVector];
 #pragma unroll
   for (int v = 0; v < kVector; ++v) {
-    center[v] = static_cast<A>(mean[v]);
+    formulas[v] = loaded[v].template get<A>(formula);
   }
 
   State state;
   while (row < rows) {
 #pragma unroll
-    for (int k = 0; k < kPairs; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       if (row + k * step < rows) {
+        Vector<T, kVector> stored;
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
-          state.dy[v] += dy[k][v];
-          state.dy_deviation[v] += dy[k][v] * (x[k][v] - center[v]);
+          A in[kInputs];
+#pragma unroll
+          for (int i = 0; i < kInputs; ++i) {
+            in[i] = values[i][k][v];
+          }
+          const Term<A> term = formulas[v](in);
+          state.dz[v] += term.weight;
+          state.dz_deviation[v] += term.weight * term.deviation;
+          if constexpr (Formula::kStores) {
+            stored.set(v, from_compute<T>(term.weight));
+          }
+        }
+        if constexpr (Formula::kStores) {
+          store(tensors.output + next - (kSteps - k) * stride, stored);
         }
       }
     }
-    row += kPairs * step;
+    row += kSteps * step;
     load_rows();
   }
 
@@ -118,69 +168,129 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   if (threadIdx.y == 0) {
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      memory.terms[matrix.tile_column<kVector>() + v] = {state.dy[v], state.dy_deviation[v]};
+      memory.terms[matrix.tile_column<kVector>() + v] = {state.dz[v], state.dz_deviation[v]};
     }
   }
   finish_sums<A>(memory, matrix.channels, matrix.tile_channels, matrix.columns_of_channel, out);
 }
 
-template <typename T, int kVector, bool kAligned>
+template <typename T, int kVector, bool kAligned, typename Formula>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    backward_reduce_planar_kernel(Planar planar, const T* __restrict__ grad_output,
-                                  const T* __restrict__ input, GradOutputs out) {
+    backward_reduce_planar_kernel(Planar planar, Tensors<T, Formula::kInputs> tensors,
+                                  GradOutputs out, Formula formula) {
   using A = compute_t<T>;
   using State = GradSums<A, 1>;
-  constexpr int kPairs = kUnroll / 2;
+  constexpr int kInputs = Formula::kInputs;
+  constexpr int kSteps = steps_in_flight<Formula, A>(kUnroll);
   auto& memory = shared_memory<ReductionMemory<A, State>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int slots = channel < planar.channels ? planar.num_slots() : 0;
   const int step = blockDim.x;
   int at = threadIdx.x;
-  Vector<T, kVector> dy[kPairs];
-  Vector<T, kVector> x[kPairs];
-  Slot slot[kPairs];
+  Vector<T, kVector> values[kInputs][kSteps];
+  Slot slot[kSteps];
   SlotWalk<kVector, kAligned, Direction::kUp> walk(planar, channel, planar.first_slot() + at);
   const auto load_slots = [&]() {
 #pragma unroll
-    for (int k = 0; k < kPairs; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       slot[k] = {};
       if (at + k * step < slots) {
         slot[k] = walk.get();
-        dy[k] = load_slot<kVector, kAligned, Reuse::kSoon>(planar, grad_output, slot[k]);
-        x[k] = load_slot<kVector, kAligned, Reuse::kSoon>(planar, input, slot[k]);
+#pragma unroll
+        for (int i = 0; i < kInputs; ++i) {
+          const T* const from = tensors.input[i];
+          values[i][k] = Formula::kStores && i != 1
+                             ? load_slot<kVector, kAligned, Reuse::kNever>(planar, from, slot[k])
+                             : load_slot<kVector, kAligned, Reuse::kSoon>(planar, from, slot[k]);
+        }
         walk.advance();
       }
     }
   };
-  // The mean is waited for behind the first slots.
-  const double mean = slots > 0 ? out.mean[channel] : 0;
+  // The constants are waited for behind the first slots.
+  LoadedConstants<Formula> loaded;
+  if (slots > 0) {
+    loaded.load(out, planar.channels, channel);
+  }
   load_slots();
-  const A center = static_cast<A>(mean);
+  const Formula of_channel = loaded.template get<A>(formula);
 
   State state;
   while (at < slots) {
 #pragma unroll
-    for (int k = 0; k < kPairs; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
       State chunk;
+      Vector<T, kVector> stored{};
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
         if (slot[k].template has<kAligned>(v)) {
-          chunk.dy[0] += dy[k][v];
-          chunk.dy_deviation[0] += dy[k][v] * (x[k][v] - center);
+          A in[kInputs];
+#pragma unroll
+          for (int i = 0; i < kInputs; ++i) {
+            in[i] = values[i][k][v];
+          }
+          const Term<A> term = of_channel(in);
+          chunk.dz[0] += term.weight;
+          chunk.dz_deviation[0] += term.weight * term.deviation;
+          if constexpr (Formula::kStores) {
+            stored.set(v, from_compute<T>(term.weight));
+          }
         }
       }
       state.merge(chunk);
+      if constexpr (Formula::kStores) {
+        if (at + k * step < slots) {
+          store_slot<kVector, kAligned>(tensors.output, slot[k], stored);
+        }
+      }
     }
-    at += kPairs * step;
+    at += kSteps * step;
     load_slots();
   }
 
   merge_members(memory, state, threadIdx.x, blockDim.x, threadIdx.y, blockDim.y);
   if (threadIdx.x == 0) {
-    memory.terms[threadIdx.y] = {state.dy[0], state.dy_deviation[0]};
+    memory.terms[threadIdx.y] = {state.dz[0], state.dz_deviation[0]};
   }
   finish_sums<A>(memory, planar.channels, blockDim.y, /*terms=*/1, out);
+}
+
+template <int kInputs, typename WithFormula>
+void launch_reduction(const Plan& plan, void* stream, const void* const (&inputs)[kInputs],
+                      void* output, const GradOutputs& out, const WithFormula& with_formula) {
+  const dim3 grid(plan.tiles, plan.splits);
+  const dim3 block(plan.block_x, plan.block_y);
+  const auto typed = [&](auto type) {
+    using T = typename decltype(type)::type;
+    Tensors<T, kInputs> tensors;
+    for (int i = 0; i < kInputs; ++i) {
+      tensors.input[i] = static_cast<const T*>(inputs[i]);
+    }
+    tensors.output = static_cast<T*>(output);
+    return tensors;
+  };
+  dispatch_plan(
+      plan,
+      [&](auto type, auto vector) {
+        using T = typename decltype(type)::type;
+        using A = compute_t<T>;
+        constexpr int kVector = vector;
+        with_formula(TypeTag<A>{}, [&](auto formula) {
+          launch(backward_reduce_matrix_kernel<T, kVector, decltype(formula)>, grid, block,
+                 sizeof(ReductionMemory<A, GradSums<A, kVector>>),
+                 static_cast<cudaStream_t>(stream), Matrix(plan), typed(type), out, formula);
+        });
+      },
+      [&](auto type, auto vector, auto aligned) {
+        using T = typename decltype(type)::type;
+        using A = compute_t<T>;
+        with_formula(TypeTag<A>{}, [&](auto formula) {
+          launch(backward_reduce_planar_kernel<T, vector, aligned, decltype(formula)>, grid, block,
+                 sizeof(ReductionMemory<A, GradSums<A, 1>>), static_cast<cudaStream_t>(stream),
+                 Planar(plan, inputs[1]), typed(type), out, formula);
+        });
+      });
 }
 
 }  // namespace
@@ -189,28 +299,39 @@ void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const voi
                                        const void* input, const double* mean, const double* invstd,
                                        double* sums, Announcement announcement,
                                        ChannelVector grad_weight, ChannelVector grad_bias,
-                                       Workspace workspace) {
-  const dim3 grid(plan.tiles, plan.splits);
-  const dim3 block(plan.block_x, plan.block_y);
-  const GradOutputs out{mean, invstd, sums, announcement, grad_weight, grad_bias, workspace};
-  dispatch_plan(
-      plan,
-      [&](auto type, auto vector) {
-        using T = typename decltype(type)::type;
-        using A = compute_t<T>;
-        constexpr int kVector = vector;
-        launch(backward_reduce_matrix_kernel<T, kVector>, grid, block,
-               sizeof(ReductionMemory<A, GradSums<A, kVector>>), static_cast<cudaStream_t>(stream),
-               Matrix(plan), static_cast<const T*>(grad_output), static_cast<const T*>(input), out);
-      },
-      [&](auto type, auto vector, auto aligned) {
-        using T = typename decltype(type)::type;
-        using A = compute_t<T>;
-        launch(backward_reduce_planar_kernel<T, vector, aligned>, grid, block,
-               sizeof(ReductionMemory<A, GradSums<A, 1>>), static_cast<cudaStream_t>(stream),
-               Planar(plan, input), static_cast<const T*>(grad_output),
-               static_cast<const T*>(input), out);
-      });
+                                       Workspace workspace, Through through) {
+  const GradOutputs out{mean,         invstd,      through.constants, sums,
+                        announcement, grad_weight, grad_bias,         workspace};
+  if (through.activation.kind == Activation::kNone) {
+    launch_reduction(plan, stream, {grad_output, input}, nullptr, out,
+                     [](auto type, const auto& function) {
+                       function(GradTerms<typename decltype(type)::type>{});
+                     });
+  } else if (through.residual != nullptr) {  // SiLU's
+    launch_reduction(plan, stream, {grad_output, input, through.residual}, through.grad_residual,
+                     out, [](auto type, const auto& function) {
+                       using A = typename decltype(type)::type;
+                       function(typename GradTermsThrough<Silu, true>::template Formula<A>{});
+                     });
+  } else if (through.output != nullptr) {  // that of the others
+    launch_reduction(plan, stream, {grad_output, input, through.output}, through.grad_residual, out,
+                     [&](auto type, const auto& function) {
+                       using A = typename decltype(type)::type;
+                       const auto activation =
+                           make_piecewise_linear<A>(through.activation, plan.dtype);
+                       using Terms = GradTermsBehind<PiecewiseLinear<A>>;
+                       function(typename Terms::template Formula<A>{{}, activation});
+                     });
+  } else {
+    launch_reduction(plan, stream, {grad_output, input}, nullptr, out,
+                     [&](auto type, const auto& function) {
+                       using A = typename decltype(type)::type;
+                       dispatch_activation<A>(through.activation, plan.dtype, [&](auto activation) {
+                         using Terms = GradTermsThrough<decltype(activation), false>;
+                         function(typename Terms::template Formula<A>{{}, {}, {}, activation});
+                       });
+                     });
+  }
 }
 
 }  // namespace syncbn::cuda

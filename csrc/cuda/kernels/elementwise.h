@@ -3,14 +3,15 @@
 //
 // Each channel of a block is prepared by one of its threads: prepare.load(channel, first) issues
 // all loads, derive(operands) waits for them, formula<A>(operands, derived) returns the constants,
-// and behind the barrier finish(operands, derived, channel) writes results of the channel, in the
-// first of the blocks that have it.
+// and behind the barrier finish<A>(operands, derived, channel) writes results of the channel, in
+// the first of the blocks that have it. The kernel is given the formula without constants.
 //
 // A block goes downwards through its segment, whose end the reduction before it has read last: what
 // is still in the L2 cache comes first. Its first loads are on their way while it prepares, but
 // behind those of the operands.
 #pragma once
 
+#include "activations.h"
 #include "device.h"
 #include "dispatch.h"
 #include "matrix.h"
@@ -26,18 +27,21 @@ struct Tensors {
 
 // The constants of a block's channels in shared memory: those that threads read at once are
 // neighbors.
-template <template <typename> class Formula, typename A>
+template <typename Formula, typename A>
 struct ConstantsMemory {
-  A constants[Formula<A>::kConstants][kMaxThreads];
+  A constants[Formula::kConstants][kMaxThreads];
 
-  __device__ __forceinline__ void put(int channel, const Formula<double>& formula) {
+  // A formula of doubles, whose activation does not matter.
+  template <typename Constants>
+  __device__ __forceinline__ void put(int channel, const Constants& formula) {
+    static_assert(Constants::kConstants == Formula::kConstants);
     int i = 0;
     formula.map(
         [&](double constant) { return constants[i++][channel] = static_cast<A>(constant); });
   }
-  __device__ __forceinline__ Formula<A> get(int channel) const {
+  __device__ __forceinline__ Formula get(int channel, const Formula& formula) const {
     int i = 0;
-    return Formula<A>{}.map([&](A) { return constants[i++][channel]; });
+    return formula.map([&](A) { return constants[i++][channel]; });
   }
 };
 
@@ -60,17 +64,17 @@ __device__ __forceinline__ void prepare_channel(Memory& memory, const Prepare& p
   }
   __syncthreads();
   if (prepares && is_first) {
-    prepare.finish(operands, derived, channel);
+    prepare.template finish<A>(operands, derived, channel);
   }
 }
 
-template <typename T, int kVector, template <typename> class Formula, typename Prepare>
+template <typename T, int kVector, typename Formula, typename Prepare>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    elementwise_matrix_kernel(Matrix matrix, Tensors<T, Formula<T>::kInputs> tensors,
-                              Prepare prepare) {
+    elementwise_matrix_kernel(Matrix matrix, Tensors<T, Formula::kInputs> tensors, Prepare prepare,
+                              Formula formula) {
   using A = compute_t<T>;
-  constexpr int kInputs = Formula<A>::kInputs;
-  constexpr int kSteps = rows_in_flight(sizeof(T) * kVector) / kInputs;
+  constexpr int kInputs = Formula::kInputs;
+  constexpr int kSteps = steps_in_flight<Formula, A>(rows_in_flight(sizeof(T) * kVector));
   auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t column = matrix.column<kVector>();
@@ -99,8 +103,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   if (row < 0) {
     return;  // also threads without a channel, whose constants nobody wrote
   }
-  Formula<A> formulas[kVector];
-  matrix.for_each_column<kVector>([&](int v, int channel) { formulas[v] = memory.get(channel); });
+  Formula formulas[kVector];
+  matrix.for_each_column<kVector>(
+      [&](int v, int channel) { formulas[v] = memory.get(channel, formula); });
 
   do {
 #pragma unroll
@@ -125,14 +130,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   } while (row >= 0);
 }
 
-template <typename T, int kVector, bool kAligned, template <typename> class Formula,
-          typename Prepare>
+template <typename T, int kVector, bool kAligned, typename Formula, typename Prepare>
 __global__ void __launch_bounds__(kMaxThreads, kBlocks)
-    elementwise_planar_kernel(Planar planar, Tensors<T, Formula<T>::kInputs> tensors,
-                              Prepare prepare) {
+    elementwise_planar_kernel(Planar planar, Tensors<T, Formula::kInputs> tensors, Prepare prepare,
+                              Formula formula) {
   using A = compute_t<T>;
-  constexpr int kInputs = Formula<A>::kInputs;
-  constexpr int kSteps = kUnroll / kInputs;
+  constexpr int kInputs = Formula::kInputs;
+  constexpr int kSteps = steps_in_flight<Formula, A>(kUnroll);
   auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -163,7 +167,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   if (at < 0) {
     return;  // also threads without a channel, whose constants nobody wrote
   }
-  const Formula<A> formula = memory.get(threadIdx.y);
+  const Formula of_channel = memory.get(threadIdx.y, formula);
 
   do {
 #pragma unroll
@@ -177,7 +181,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
           for (int i = 0; i < kInputs; ++i) {
             in[i] = values[i][k][v];
           }
-          result.set(v, from_compute<T>(formula(in)));
+          result.set(v, from_compute<T>(of_channel(in)));
         }
         store_slot<kVector, kAligned>(tensors.output, slot[k], result);
       }
@@ -187,12 +191,11 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   } while (at >= 0);
 }
 
-// Launches Formula over a plan; `inputs` and `output` have the plan's geometry and dtype.
-template <template <typename> class Formula, typename Prepare>
-void launch_elementwise(const Plan& plan, void* stream,
-                        const void* const (&inputs)[Formula<float>::kInputs], void* output,
-                        const Prepare& prepare) {
-  constexpr int kInputs = Formula<float>::kInputs;
+// Launches a formula over a plan; `inputs` and `output` have the plan's geometry and dtype.
+// with_formula(TypeTag<A>{}, function) calls function(formula of A).
+template <int kInputs, typename Prepare, typename WithFormula>
+void launch_elementwise(const Plan& plan, void* stream, const void* const (&inputs)[kInputs],
+                        void* output, const Prepare& prepare, const WithFormula& with_formula) {
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
   const auto typed = [&](auto type) {
@@ -208,15 +211,23 @@ void launch_elementwise(const Plan& plan, void* stream,
       plan,
       [&](auto type, auto vector) {
         using T = typename decltype(type)::type;
-        launch(elementwise_matrix_kernel<T, vector, Formula, Prepare>, grid, block,
-               sizeof(ConstantsMemory<Formula, compute_t<T>>), static_cast<cudaStream_t>(stream),
-               Matrix(plan), typed(type), prepare);
+        using A = compute_t<T>;
+        with_formula(TypeTag<A>{}, [&](auto formula) {
+          using Formula = decltype(formula);
+          launch(elementwise_matrix_kernel<T, vector, Formula, Prepare>, grid, block,
+                 sizeof(ConstantsMemory<Formula, A>), static_cast<cudaStream_t>(stream),
+                 Matrix(plan), typed(type), prepare, formula);
+        });
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
-        launch(elementwise_planar_kernel<T, vector, aligned, Formula, Prepare>, grid, block,
-               sizeof(ConstantsMemory<Formula, compute_t<T>>), static_cast<cudaStream_t>(stream),
-               Planar(plan, output), typed(type), prepare);
+        using A = compute_t<T>;
+        with_formula(TypeTag<A>{}, [&](auto formula) {
+          using Formula = decltype(formula);
+          launch(elementwise_planar_kernel<T, vector, aligned, Formula, Prepare>, grid, block,
+                 sizeof(ConstantsMemory<Formula, A>), static_cast<cudaStream_t>(stream),
+                 Planar(plan, output), typed(type), prepare, formula);
+        });
       });
 }
 

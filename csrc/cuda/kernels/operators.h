@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../../common/activations.h"
 #include "../../common/message.h"
 #include "plan.h"
 
@@ -46,6 +47,24 @@ struct Judge {
   }
 };
 
+// What follows the normalization; null where there is nothing. Tensors have the input's geometry
+// and dtype.
+struct Following {
+  ActivationChoice activation;
+  const void* residual = nullptr;
+  double* constants = nullptr;  // [2C]: scale and shift, which are written
+};
+
+// What the gradient through an activation is computed from: the same constants, and the residual or
+// the output where a residual was added. Its gradient is written then.
+struct Through {
+  ActivationChoice activation;
+  const double* constants = nullptr;
+  const void* residual = nullptr;
+  const void* output = nullptr;
+  void* grad_residual = nullptr;
+};
+
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
                              Announcement announcement, Workspace workspace);
 
@@ -53,17 +72,18 @@ void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, 
 void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
                              const double* totals, Judge judge, ChannelVector weight,
                              ChannelVector bias, RunningStatistics running, double eps,
-                             void* output, double* mean, double* invstd, double* count);
+                             void* output, double* mean, double* invstd, double* count,
+                             Following following = {});
 
 void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const void* grad_output,
                                        const void* input, const double* mean, const double* invstd,
                                        double* sums, Announcement announcement,
                                        ChannelVector grad_weight, ChannelVector grad_bias,
-                                       Workspace workspace);
+                                       Workspace workspace, Through through = {});
 
 void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void* grad_output,
                                       const void* input, const double* mean, const double* invstd,
                                       ChannelVector weight, const double* sums, Judge judge,
-                                      const double* count, void* grad_input);
+                                      const double* count, void* grad_input, Through through = {});
 
 }  // namespace syncbn::cuda

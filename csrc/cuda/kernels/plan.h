@@ -216,7 +216,8 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
 
 }  // namespace detail
 
-// `pointers` are all tensors of the input's shape that the pass reads and writes.
+// `pointers` are all tensors of the input's shape that the pass reads and writes, null for those
+// that are not there.
 inline Plan make_plan(const Geometry& geometry, DType dtype,
                       std::initializer_list<const void*> pointers, int multiprocessors) {
   Plan plan{};
@@ -225,6 +226,9 @@ inline Plan make_plan(const Geometry& geometry, DType dtype,
   int alignment = kVectorBytes;  // a power of two that divides every address
   bool same_phase = true;
   for (const void* pointer : pointers) {
+    if (pointer == nullptr) {
+      continue;
+    }
     const auto phase = reinterpret_cast<uintptr_t>(pointer) % kVectorBytes;
     while (phase % alignment != 0) {
       alignment /= 2;

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <algorithm>
+#include <cfenv>
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -78,6 +80,34 @@ template <typename T>
 inline T shift_right(T a, uint32_t distance) {
   const uint32_t most = 8 * sizeof(T) - 1;
   return distance > most ? T(T(a >> most) >> 1) : T(a >> distance);
+}
+
+// `length` bits from `start` on; those beyond the last are zero.
+inline uint32_t extract_bits(uint32_t a, uint32_t start, uint32_t length) {
+  start &= 255;
+  length &= 255;
+  return shift_right(a, start) & ~shift_left(~0u, length);
+}
+
+// From 0 to 1; NaN is 0.
+inline float saturate(float a) { return a > 0 ? (a < 1 ? a : 1) : 0; }
+
+// Of a subnormal number, a zero with its sign.
+inline float flush(float a) { return std::abs(a) < FLT_MIN ? std::copysign(0.f, a) : a; }
+
+// Rounded to the nearest, which is as far as hardware's approximation may be and no further.
+inline float approximate_quotient(float a, float b) {
+  const bool is_flushed = std::abs(b) > 0x1p126f && std::isfinite(b);
+  return is_flushed ? a * std::copysign(0.f, b) : a / b;
+}
+
+// Volatile, so that nothing moves out from between the changes of the rounding mode.
+inline float fma_downward(float a, float b, float c) {
+  volatile float inputs[] = {a, b, c};
+  std::fesetround(FE_DOWNWARD);
+  volatile float result = std::fma(inputs[0], inputs[1], inputs[2]);
+  std::fesetround(FE_TONEAREST);
+  return result;
 }
 
 inline float half_to_float(uint16_t bits) { return __half2float({bits}); }
