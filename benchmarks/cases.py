@@ -47,6 +47,7 @@ class Suite:
     """All that one run measures, and for how long."""
 
     cases: tuple[Case, ...]
+    fused: tuple[Case, ...]  # of them, those that are measured with an activation
     repeats: int  # samples of each variant
     sample_seconds: float  # at least, for each sample
     worlds: tuple[int, ...]  # world sizes that collectives are counted for
@@ -104,6 +105,9 @@ _ALL = (
     *_grid("maps 7x7", (8, 512, 7, 7), "float32", "bfloat16"),  # 0.8 MB
     *_grid("2-D", (256, 2048), "float32", "bfloat16"),  # 2.1 MB
 )
+_FUSED = tuple(
+    case for case in _ALL if case.name == "memory" and case.dtype in ("float32", "bfloat16")
+)
 _QUICK = tuple(
     case
     for case in _ALL
@@ -114,6 +118,7 @@ _QUICK = tuple(
 SUITES = {
     "full": Suite(
         cases=_ALL,
+        fused=_FUSED,
         repeats=21,
         sample_seconds=0.02,
         worlds=(1, 2, 3, 4, 5, 6, 7, 8),
@@ -123,6 +128,7 @@ SUITES = {
     ),
     "quick": Suite(
         cases=_QUICK,
+        fused=tuple(case for case in _QUICK if case in _FUSED),
         repeats=9,
         sample_seconds=0.01,
         worlds=(1, 2, 4),
@@ -136,6 +142,7 @@ SUITES = {
             *_grid("tiny", (2, 3, 5, 7), "float32"),
             *_grid("tiny 2-D", (4, 5), "bfloat16"),
         ),
+        fused=tuple(_grid("tiny", (2, 3, 5, 7), "float32")),
         repeats=3,
         sample_seconds=0.0001,
         worlds=(1, 2, 3),
@@ -173,6 +180,7 @@ CUDA_SUITES = {
             ),
             *_GPU_SMALL,
         ),
+        fused=(),  # yet
         repeats=21,
         sample_seconds=0.004,
         worlds=(2, 4, 8),
@@ -190,6 +198,7 @@ CUDA_SUITES = {
             ),
             *(case for case in _GPU_SMALL if case.dtype != "float16"),
         ),
+        fused=(),  # yet
         repeats=9,
         sample_seconds=0.002,
         worlds=(2, 4, 8),
@@ -202,6 +211,7 @@ CUDA_SUITES = {
             *_net("tiny net", (2, 3, 9, 9), ((1, 4, 9), (3, 5, 4)), "float32", "contiguous"),
             *_grid("tiny 2-D", (4, 5), "bfloat16"),
         ),
+        fused=(),  # yet
         repeats=3,
         sample_seconds=0.0001,
         worlds=(1, 2),

@@ -72,7 +72,7 @@ def layer_rows(case: Case, setting: Setting) -> Iterator[Row]:
         backward = quantity != "forward"
         variants = {name: step_call(layer, turns, backward) for name, layer in layers.items()}
         variants["copy"] = copy_call(turns)
-        samples = _interleave(variants, setting)
+        samples = time_variants(variants, setting)
         samples["copy"] = [passes / 2 * seconds for seconds in samples["copy"]]
         pairs = [("copy", "syncbn"), ("copy", "torch")]
         yield from timed_rows("layer", case, quantity, samples, setting, pairs)
@@ -84,7 +84,7 @@ def overhead_rows(setting: Setting) -> Iterator[Row]:
     turns = make_buffers(case, setting.device)
     layers = _layers(case, setting.device)
     variants = {name: step_call(layer, turns, True) for name, layer in layers.items()}
-    samples = _interleave(variants, setting)
+    samples = time_variants(variants, setting)
     yield from timed_rows("overhead", case, "forward+backward", samples, setting, [])
 
 
@@ -92,7 +92,7 @@ def operator_rows(case: Case, setting: Setting) -> Iterator[Row]:
     """Time each operator and the copy of as many bytes as it moves."""
     turns = make_buffers(case, setting.device)
     calls = operator_calls(case, setting.device, turns)
-    samples = _interleave({**calls, "copy": copy_call(turns)}, setting)
+    samples = time_variants({**calls, "copy": copy_call(turns)}, setting)
     for name, passes in OPERATOR_PASSES.items():
         copy = [passes / 2 * seconds for seconds in samples["copy"]]
         both = {"syncbn": samples[name], "copy": copy}
@@ -104,13 +104,18 @@ def parameter_dtype(case: Case) -> torch.dtype:
     return torch.float64 if case.dtype == "float64" else torch.float32
 
 
+def torch_layer(case: Case, device: torch.device) -> nn.Module:
+    """Return torch's layer that is not synchronized."""
+    theirs = nn.BatchNorm1d if len(case.shape) == 2 else nn.BatchNorm2d
+    return theirs(case.shape[1], device=device, dtype=parameter_dtype(case))
+
+
 def _layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
     channels = case.shape[1]
     dtype = parameter_dtype(case)
-    theirs = nn.BatchNorm1d if len(case.shape) == 2 else nn.BatchNorm2d
     return {
         "syncbn": syncbn.SyncBatchNorm(channels, device=device, dtype=dtype),
-        "torch": theirs(channels, device=device, dtype=dtype),
+        "torch": torch_layer(case, device),
         "syncbn again": syncbn.SyncBatchNorm(channels, device=device, dtype=dtype),
     }
 
@@ -169,7 +174,8 @@ def operator_calls(case: Case, device: torch.device, turns: Iterator[Buffers]) -
     return dict(zip(OPERATOR_PASSES, (stats, apply, reduce, backward_apply), strict=True))
 
 
-def _interleave(variants: dict[str, Call], setting: Setting) -> dict[str, list[float]]:
+def time_variants(variants: dict[str, Call], setting: Setting) -> dict[str, list[float]]:
+    """Return the seconds of each variant, round by round."""
     clocks = dict.fromkeys(variants, host_clock)
     return interleave(variants, clocks, setting.suite.repeats, setting.suite.sample_seconds)
 

@@ -6,8 +6,10 @@ QUANTITY = "forward+backward"
 
 
 def training_steps(rows: list[Row], allocator: str = "tuned") -> list[Row]:
-    """Return the rows of layers and nets, and then of the small layer, under an allocator."""
-    layers = [row for name in ("layer", "overhead") for row in rows if row.benchmark == name]
+    """Return the rows of layers, of fused ones and of the small one, under an allocator."""
+    layers = [
+        row for name in ("layer", "fused", "overhead") for row in rows if row.benchmark == name
+    ]
     threads = max(row.threads for row in layers)
     how = (QUANTITY, threads, allocator)
     return [row for row in layers if (row.quantity, row.threads, row.allocator) == how]

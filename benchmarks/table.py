@@ -9,7 +9,18 @@ from benchmarks.steps import case_name, column, is_cuda, training_steps
 NO_RESULTS = "`make bench` measures the machine it runs on and writes the results here.\n"
 
 # Of all that is measured on CPUs and GPUs, the lines and columns of the table.
-CASES = ("ResNet-50 x32", "ResNet-50 x256", "memory", "cache", "maps 7x7", "2-D", "small layer")
+CASES = (
+    "ResNet-50 x32",
+    "ResNet-50 x256",
+    "memory",
+    "memory + ReLU",
+    "memory + addition + ReLU",
+    "memory + SiLU",
+    "cache",
+    "maps 7x7",
+    "2-D",
+    "small layer",
+)
 COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last")
 
 ABOVE = (

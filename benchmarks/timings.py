@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.cases import SUITES
+from benchmarks.fused import fused_rows
 from benchmarks.layer import Setting, layer_rows, operator_rows, overhead_rows
 from benchmarks.rows import Row, write
 from benchmarks.stamp import stamp
@@ -51,6 +52,9 @@ def timing_rows(suite_name: str, allocator: str) -> Iterator[Row]:
             yield from layer_rows(case, setting)
             if allocator == "tuned":
                 yield from operator_rows(case, setting)
+        if allocator == "tuned":
+            for case in suite.fused:
+                yield from fused_rows(case, setting)
         yield from overhead_rows(setting)
     torch.set_num_threads(every)
 

@@ -50,6 +50,7 @@ def test_rows_of_every_kind(rows):
     assert variants == {
         ("layer", "forward"): layer,
         ("layer", "forward+backward"): layer,
+        ("fused", "forward+backward"): layer | {"separate", "separate/syncbn"},
         ("overhead", "forward+backward"): times | ratios,
         **{("operators", f"batch_norm_{name}"): copies | {"syncbn"} for name in operators},
         **{("scaling", quantity): {"syncbn", "all-gather"} for quantity in counted},
@@ -100,6 +101,7 @@ def test_times_are_microseconds_and_ratios_are_a_to_b_round_by_round():
 def test_only_projections_are_called_so(rows):
     assert found(rows, "benchmark", "kind") == {
         ("layer", "measured"),
+        ("fused", "measured"),
         ("operators", "measured"),
         ("overhead", "measured"),
         ("accuracy", "measured"),
