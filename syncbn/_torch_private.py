@@ -27,8 +27,10 @@ __all__ = [
     "compiled_original",
     "count_operations",
     "device_types",
+    "does_as_its_class",
     "graph_task_id",
     "has_forward_hooks",
+    "has_hooks",
     "is_compiled",
     "is_dispatch_key_included",
     "is_exporting",
@@ -38,6 +40,7 @@ __all__ = [
     "join_config",
     "num_dispatch_modes",
     "resolve_process_group",
+    "saved_tensors_hooks",
     "set_jit_tracing_state",
     "wait",
     "with_class",
@@ -72,6 +75,11 @@ def is_exporting() -> bool:
 def is_mode_recording() -> bool:
     """Whether a dispatch mode records a graph: make_fx's or AOTAutograd's."""
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in _RECORDING_MODES)
+
+
+def saved_tensors_hooks() -> Any:
+    """Return the hooks that pack what autograd saves, such as a checkpoint's; None without."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 # Process groups.
@@ -136,6 +144,19 @@ def children(module: nn.Module) -> dict[str, nn.Module | None]:
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether hooks run before or after the module's forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after the module's forward, or in its backward pass."""
+    return has_forward_hooks(module) or bool(
+        module._backward_hooks or module._backward_pre_hooks  # type: ignore[has-type]
+    )
+
+
+def does_as_its_class(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's ``forward`` and nothing more."""
+    is_own = "forward" not in module.__dict__ and not is_compiled(module)
+    return is_own and not has_hooks(module)
 
 
 def is_compiled(module: nn.Module) -> bool:

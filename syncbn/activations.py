@@ -7,18 +7,23 @@ from typing import NamedTuple
 import torch
 import torch.fx
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from syncbn import _torch_private
 from syncbn.arguments import Arguments
 
 __all__ = [
     "NUMBERS",
     "Through",
+    "activate",
     "add_residual",
     "check_activation",
     "check_negative_slope",
+    "describe",
     "follow",
     "gradient",
+    "is_slope",
+    "of_module",
 ]
 
 # As the operators take them: csrc/common/activations.h.
@@ -48,11 +53,18 @@ def follow(output: Tensor, arguments: Arguments) -> Tensor:
     """Add the residual to a normalized input and apply the activation, by torch's own operators."""
     if arguments.residual is not None:
         output = add_residual(output, arguments.residual)
-    if arguments.activation == "relu":
+    return activate(output, arguments.activation, arguments.negative_slope)
+
+
+def activate(output: Tensor, activation: str | None, negative_slope: float) -> Tensor:
+    """Apply the activation; TorchScript compiles this for reverted layers."""
+    if activation is None:
+        return output
+    if activation == "relu":
         return F.relu(output)
-    if arguments.activation == "leaky_relu":
-        return F.leaky_relu(output, arguments.negative_slope)
-    if arguments.activation == "silu":
+    if activation == "leaky_relu":
+        return F.leaky_relu(output, negative_slope)
+    if activation == "silu":
         return F.silu(output)
     return output
 
@@ -64,6 +76,30 @@ def add_residual(output: Tensor, residual: Tensor | None) -> Tensor:
 
 # Symbolic tracing of a layer by itself makes a placeholder of its residual, which may stay None.
 torch.fx.wrap("add_residual")
+
+
+def of_module(module: nn.Module) -> tuple[str, float] | None:
+    """Return the activation and the slope that do what the module does; None if none does."""
+    if not _torch_private.does_as_its_class(module):
+        return None
+    if type(module) is nn.ReLU:
+        return "relu", 0.01
+    if type(module) is nn.SiLU:
+        return "silu", 0.01
+    if type(module) is nn.LeakyReLU and is_slope(module.negative_slope):
+        return "leaky_relu", module.negative_slope
+    return None
+
+
+def is_slope(number: object) -> bool:
+    """Whether the number is a slope that the operators take."""
+    return isinstance(number, (int, float)) and 0 <= number < math.inf
+
+
+def describe(activation: str | None, negative_slope: float) -> str:
+    """Return the arguments of a layer that are not the default, for its text."""
+    text = "" if activation is None else f", activation={activation!r}"
+    return text if negative_slope == 0.01 else f"{text}, negative_slope={negative_slope}"
 
 
 class Through(NamedTuple):

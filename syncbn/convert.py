@@ -12,12 +12,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from syncbn import _torch_private, collectives
+from syncbn import _torch_private, collectives, fused
 from syncbn._torch_private import BatchNormBase
 from syncbn.collectives import ProcessGroup
 from syncbn.modules import BatchNorm, ModuleT, SyncBatchNorm, SyncBatchNormAct
 
-__all__ = ["convert_sync_batchnorm", "revert_sync_batchnorm"]
+__all__ = ["check_module", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 
 # That a layer has while it synchronizes: ours, and torch's first.
 _ATTRIBUTES = (
@@ -28,6 +28,7 @@ _ATTRIBUTES = (
     "_identity_tensor",
     "_converted_from",
 )
+_FOLLOWING = ("activation", "negative_slope")
 
 Layers = list[tuple[str, nn.Module]]  # with their names in the model
 
@@ -76,7 +77,7 @@ def convert_sync_batchnorm(
         >>> type(model[1]).__name__
         'SyncBatchNorm'
     """
-    _check_module(module)
+    check_module(module)
     collectives.check_process_group(process_group)
     layers, left_alone = _modules_to_visit(module, _has_no_sync_class)
     for name, layer in layers + left_alone:
@@ -143,19 +144,21 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         >>> type(revert_sync_batchnorm(convert_sync_batchnorm(nn.BatchNorm2d(8)))).__name__
         'BatchNorm2d'
     """
-    _check_module(module)
+    check_module(module)
     layers, left_alone = _modules_to_visit(
         module, lambda layer: _is_synchronized(layer) and not _is_plain(layer)
     )
     _check_not_compiled(layers, lambda layer: _is_synchronized(layer) and _is_plain(layer))
-    _check_no_activation(layers)
+    fused.unfuse(module)
 
     def revert(layer: nn.Module, name: str) -> nn.Module:
         if not _is_synchronized(layer):
             return layer
-        converted_from = getattr(layer, "_converted_from", None)
-        new: nn.Module = _torch_private.with_class(layer, converted_from or BatchNorm)
-        for attribute in _ATTRIBUTES:
+        cls = getattr(layer, "_converted_from", None)
+        if cls is None or getattr(layer, "activation", None) is not None:
+            cls = BatchNorm
+        new: nn.Module = _torch_private.with_class(layer, cls)
+        for attribute in _ATTRIBUTES if cls is BatchNorm else (*_ATTRIBUTES, *_FOLLOWING):
             new.__dict__.pop(attribute, None)
         return new
 
@@ -165,7 +168,8 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     return reverted
 
 
-def _check_module(module: object) -> None:
+def check_module(module: object) -> None:
+    """Raise TypeError unless it is a module."""
     if not isinstance(module, nn.Module):
         raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}")
 
@@ -206,16 +210,6 @@ def _check_not_compiled(layers: Layers, is_replaced: Callable[[nn.Module], bool]
             raise ValueError(
                 f"the layer {name!r} has been compiled by itself, so that its old code would go on "
                 "to run; convert or revert the model first and compile after that"
-            )
-
-
-def _check_no_activation(layers: Layers) -> None:
-    """Raise ValueError where a layer would lose its activation without a word."""
-    for name, layer in layers:
-        if isinstance(layer, SyncBatchNorm) and layer.activation is not None:
-            raise ValueError(
-                f"the layer {name!r} has activation={layer.activation!r}, which ordinary batch "
-                "normalization has not; set it to None and apply the activation behind the layer"
             )
 
 

@@ -7,6 +7,7 @@ from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.fx
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncbn import (
@@ -172,24 +173,33 @@ class SyncBatchNorm(BatchNormBase):
     def extra_repr(self) -> str:
         """Return the arguments, those of torch's layer and what follows the normalization."""
         text: str = super().extra_repr()
-        if self.activation is not None:
-            text += f", activation={self.activation!r}"
-        if self.negative_slope != SyncBatchNorm.negative_slope:
-            text += f", negative_slope={self.negative_slope}"
-        return text
+        return text + activations.describe(self.activation, self.negative_slope)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalize ``input``, add ``residual`` and apply the activation; see the class."""
-        layer: Layer = self._identity
-        if torch.compiler.is_compiling():
-            if self.training and not self._fits_graph and not tracing.is_recorded():
-                return _run_uncompiled(self, input, residual)  # type: ignore[no-any-return]
-            layer = self
         if isinstance(input, torch.fx.Proxy):
             operands = (input,) if residual is None else (input, residual)
             recorded = _record_call(self, SyncBatchNorm.forward, *operands)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
+        return self.forward_through(input, residual, self.activation, self.negative_slope)
+
+    def forward_through(
+        self,
+        input: Tensor,
+        residual: Tensor | None,
+        activation: str | None,
+        negative_slope: float,
+    ) -> Tensor:
+        """Do as :meth:`forward`, with an activation in the place of the layer's own."""
+        layer: Layer = self._identity
+        if torch.compiler.is_compiling():
+            if self.training and not self._fits_graph and not tracing.is_recorded():
+                return _run_uncompiled(  # type: ignore[no-any-return]
+                    self, input, residual, activation, negative_slope
+                )
+            layer = self
+        if isinstance(input, torch.fx.Proxy):
             layer = self._identity.name
         has_running = self.track_running_stats or not self.training
         counter = self.num_batches_tracked if self.track_running_stats and self.training else None
@@ -204,8 +214,8 @@ class SyncBatchNorm(BatchNormBase):
             self.eps,
             self.num_features,
             residual,
-            self.activation,
-            self.negative_slope,
+            activation,
+            negative_slope,
         )
         if not self.training:
             return functional.evaluate(input, arguments, layer)
@@ -268,9 +278,9 @@ class SyncBatchNorm(BatchNormBase):
         return state
 
 
-def _run(layer: SyncBatchNorm, input: Tensor, residual: Tensor | None) -> Tensor:
+def _run(layer: SyncBatchNorm, *arguments: Any) -> Tensor:
     warnings.warn(f"a SyncBatchNorm layer runs uncompiled: {_NO_NAME}", stacklevel=2)
-    return SyncBatchNorm.forward(layer, input, residual)
+    return layer.forward_through(*arguments)
 
 
 _NO_NAME = "its process group has no name, which a graph would hold"
@@ -284,21 +294,62 @@ class SyncBatchNormAct(SyncBatchNorm):
     act: nn.Module
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
-        """Normalize, drop, activate."""
+        """Normalize, drop, activate: in one, where ``drop`` does nothing and ``act`` is known."""
         if isinstance(input, torch.fx.Proxy):
             operands = (input,) if residual is None else (input, residual)
             recorded = _record_call(self, SyncBatchNormAct.forward, *operands)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
+        fused = self.fused_activation()
+        if fused is not None:
+            return self.forward_through(input, residual, *fused)
         output: Tensor = self.act(self.drop(super().forward(input, residual)))
         return output
+
+    def fused_activation(self) -> tuple[str, float] | None:
+        """Return the activation and slope that ``act`` is for the layer; None if it runs itself."""
+        is_dropping = type(self.drop) is not nn.Identity or _torch_private.has_hooks(self.drop)
+        return None if is_dropping or self.activation else activations.of_module(self.act)
 
 
 class BatchNorm(BatchNormBase):
     """Batch normalization of this process alone, for 2 or more dimensions.
 
-    Made by :func:`syncbn.revert_sync_batchnorm` of a layer that was built as a SyncBatchNorm.
+    Made by :func:`syncbn.revert_sync_batchnorm` of a layer that was built as a SyncBatchNorm or
+    has an activation of its own, which stays.
     """
+
+    activation: str | None = None
+    negative_slope: float = 0.01
+
+    def extra_repr(self) -> str:
+        """Return the arguments, those of torch's layer and what follows the normalization."""
+        text: str = super().extra_repr()
+        return text + activations.describe(self.activation, self.negative_slope)
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Normalize ``input``, add ``residual`` and apply the activation."""
+        # As torch's forward, which TorchScript cannot call from here.
+        self._check_input_dim(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                momentum = 1.0 / float(self.num_batches_tracked)
+        has_running = self.track_running_stats or not self.training
+        output = F.batch_norm(
+            input,
+            self.running_mean if has_running else None,
+            self.running_var if has_running else None,
+            self.weight,
+            self.bias,
+            self.training or (self.running_mean is None and self.running_var is None),
+            momentum,
+            self.eps,
+        )
+        if residual is not None:
+            output = output + residual
+        return activations.activate(output, self.activation, self.negative_slope)
 
     def _check_input_dim(self, input: Tensor) -> None:
         # TorchScript does not look into this block, as it would with one condition for both.

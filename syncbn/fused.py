@@ -1,0 +1,186 @@
+"""What a fused model is made of, and the way back.
+
+In a Sequential the layer gets the activation, whose place an identity takes. In code the block gets
+a graph that calls the functions of this file; the layers themselves stay as they are, so that
+whatever else calls them gets what it got before.
+"""
+
+import copy
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, nn
+
+from syncbn import _torch_private, activations
+from syncbn.block_tracer import BlockTracer
+from syncbn.modules import SyncBatchNorm
+
+__all__ = [
+    "FusedActivation",
+    "FusedBlock",
+    "class_of_block",
+    "fused_class",
+    "is_bare",
+    "normalize_activate",
+    "normalize_add_activate",
+    "run_graph",
+    "unfuse",
+]
+
+
+class FusedActivation(nn.Identity):
+    """The place of an activation that the layer before it applies."""
+
+    def __init__(self, layer: SyncBatchNorm, activation: nn.Module) -> None:
+        super().__init__()
+        self.training = activation.training
+        # In a tuple, which modules() and state_dict() do not look into.
+        self.fused = (layer, activation)
+
+    def extra_repr(self) -> str:
+        """Return the activation."""
+        return repr(self.fused[1])
+
+
+def is_bare(layer: nn.Module) -> bool:
+    """Whether a call of the layer normalizes and does nothing else."""
+    is_plain = type(layer) is SyncBatchNorm and layer.activation is None
+    return is_plain and _torch_private.does_as_its_class(layer)
+
+
+# Called by the graphs of blocks. What they are given may have changed since the graph was made: the
+# layer may have got hooks or been replaced, and shapes are known only here.
+
+
+def normalize_activate(
+    layer: nn.Module, input: Tensor, activation: str, negative_slope: float
+) -> Tensor:
+    """Return ``activation(layer(input))``, in the layer's own passes where it is ours and bare."""
+    if is_bare(layer):
+        return layer.forward_through(  # type: ignore[operator, no-any-return]
+            input, None, activation, negative_slope
+        )
+    return activations.activate(layer(input), activation, negative_slope)
+
+
+def normalize_add_activate(
+    layer: nn.Module,
+    input: Tensor,
+    summand: Any,
+    in_place: bool,
+    activation: str,
+    negative_slope: float,
+) -> Tensor:
+    """Return ``activation(layer(input) + summand)``, as :func:`normalize_activate`.
+
+    A summand that is no residual, by its shape, dtype or type, is added as the code adds it:
+    ``in_place`` is the addition ``+=``, which broadcasts and promotes the summand alone.
+    """
+    if is_bare(layer) and _is_residual(summand, input):
+        return layer.forward_through(  # type: ignore[operator, no-any-return]
+            input, summand, activation, negative_slope
+        )
+    output = layer(input)
+    if in_place:
+        output += summand
+    else:
+        output = output + summand
+    return activations.activate(output, activation, negative_slope)
+
+
+def _is_residual(summand: Any, input: Tensor) -> bool:
+    return (
+        isinstance(summand, Tensor)
+        and isinstance(input, Tensor)
+        and summand.shape == input.shape
+        and summand.dtype == input.dtype
+        and summand.device == input.device
+        and summand.layout == torch.strided
+        and not summand.is_nested
+    )
+
+
+# A tracer of a fused model records the calls.
+torch.fx.wrap("normalize_activate")
+torch.fx.wrap("normalize_add_activate")
+
+
+class FusedBlock(torch.fx.GraphModule):
+    """A block that runs a graph in the place of its class's forward.
+
+    It is the block itself, under a class that derives from this one and from its own: methods,
+    attributes, hooks and all that hold it go on. Copies and pickles keep all of that, too, where
+    those of a GraphModule keep what the graph uses.
+    """
+
+    unfused_class: type[nn.Module]
+
+    def __copy__(self) -> "FusedBlock":
+        new: FusedBlock = nn.Module.__new__(fused_class(self.unfused_class))
+        new.__dict__.update(self.__dict__)
+        new.graph = copy.deepcopy(self.graph)
+        return new
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FusedBlock":
+        new: FusedBlock = nn.Module.__new__(fused_class(self.unfused_class))
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        new.graph = copy.deepcopy(self.graph, memo)
+        return new
+
+    def __reduce__(self) -> Any:
+        load, (state, imports) = super().__reduce__()
+        return _load_block, (self.unfused_class, load, state, imports)
+
+
+def _load_block(
+    cls: type[nn.Module], load: Callable[..., Any], state: dict[str, Any], imports: str
+) -> FusedBlock:
+    new: FusedBlock = nn.Module.__new__(fused_class(cls))
+    new.__dict__.update(state)
+    new.graph = load(dict(state), imports).graph
+    return new
+
+
+def fused_class(cls: type[nn.Module]) -> type[FusedBlock]:
+    """Return a class for one block of class ``cls``: a graph's code is a method of its class."""
+    names = {"__module__": cls.__module__, "unfused_class": cls}
+    name = f"Fused{cls.__name__}"
+    return types.new_class(name, (FusedBlock, cls), exec_body=lambda body: body.update(names))
+
+
+def class_of_block(block: nn.Module) -> type[nn.Module]:
+    """Return the class that the block has when it is not fused."""
+    return block.unfused_class if isinstance(block, FusedBlock) else type(block)
+
+
+def run_graph(block: nn.Module, cls: type[FusedBlock], graph: torch.fx.Graph) -> None:
+    """Make the block, of the class ``cls`` from now on, run the graph."""
+    block.__dict__.update(graph_attributes())
+    block.__class__ = cls
+    block.graph = graph  # type: ignore[assignment]
+
+
+def graph_attributes() -> dict[str, Any]:
+    """Return the attributes that a GraphModule has and other modules have not."""
+    new = torch.fx.GraphModule(nn.Module(), torch.fx.Graph(tracer_cls=BlockTracer))
+    return {name: value for name, value in vars(new).items() if name not in vars(nn.Module())}
+
+
+def unfuse(model: nn.Module) -> None:
+    """Give activations their places back, and blocks their classes."""
+    of_graphs = graph_attributes()
+    for module in list(model.modules()):
+        children = _torch_private.children(module)
+        for name, child in children.items():
+            if isinstance(child, FusedActivation):
+                layer, activation = child.fused
+                layer.activation, layer.negative_slope = None, SyncBatchNorm.negative_slope
+                children[name] = activation.train(child.training)
+        if isinstance(module, FusedBlock):
+            module.__class__ = module.unfused_class  # type: ignore[assignment]
+            for name in of_graphs:
+                module.__dict__.pop(name, None)
