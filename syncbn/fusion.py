@@ -195,7 +195,8 @@ class _Plan:
             activation = layer.fused_activation()
             if activation is not None:
                 return activation[0], False
-            return f"has {type(layer.act).__name__} behind it, which cannot be fused"
+            behind = layer.drop if type(layer.drop) is not nn.Identity else layer.act
+            return f"has {places.kind_of(behind)} behind it, which cannot be fused"
         if type(layer) is not SyncBatchNorm:
             return f"is a {type(layer).__name__}"
         if _torch_private.has_hooks(layer):
@@ -221,9 +222,7 @@ class _Plan:
         name, sibling = siblings[position]
         what = None if sibling is None else activations.of_module(sibling)
         if what is None or sibling is None:
-            hooked = sibling is not None and _torch_private.has_hooks(sibling)
-            words = f"{type(sibling).__name__}{' with hooks' * hooked}"
-            return f"is followed by {words}, which cannot be fused"
+            return f"is followed by {places.kind_of(sibling)}, which cannot be fused"
         assert isinstance(layer, SyncBatchNorm)
         self.neighbours.append(_Neighbours(layer, parent, name, what))
         return what[0], False

@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from syncbn import _torch_private, activations, fused
 
-__all__ = ["Place", "find", "fuse"]
+__all__ = ["Place", "find", "fuse", "kind_of"]
 
 
 class Place(NamedTuple):
@@ -45,12 +45,9 @@ def find(
             found[layer] = "is called at several places"
             continue
         try:
-            place = _place(block, node)
+            place = _place(block, node, taken)
         except _NotFused as reason:
             found[layer] = str(reason)
-            continue
-        if taken & {*place.nodes}:
-            found[layer] = "is added to another layer, which is fused"
             continue
         taken.update(place.nodes)
         found[layer] = place
@@ -86,13 +83,24 @@ def _called(block: nn.Module, node: Node) -> nn.Module | None:
     return block.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
-def _place(block: nn.Module, layer: Node) -> Place:
-    """Return the place that begins with the call of a layer, or raise _NotFused."""
+def kind_of(module: nn.Module | None) -> str:
+    """Return the module's class, and whether it has hooks, for a reason."""
+    has_hooks = module is not None and _torch_private.has_hooks(module)
+    return f"{type(module).__name__}{' with hooks' * has_hooks}"
+
+
+def _place(block: nn.Module, layer: Node, taken: set[Node]) -> Place:
+    """Return the place that begins with the call of a layer, or raise _NotFused.
+
+    Nodes that are ``taken`` belong to other places.
+    """
     if len(layer.args) != 1 or layer.kwargs:
         raise _NotFused("is given a residual already")
     nodes, addition = [layer], None
     while True:
         node = _only_user(nodes[-1])
+        if node in taken:
+            raise _NotFused("is added to another layer, which is fused")
         if addition is None and _is_addition(node):
             _check_moves(block, layer, node, nodes)
             addition = node
@@ -210,6 +218,5 @@ def _activation_of(block: nn.Module, node: Node) -> tuple[str, float] | None:
 def _describe(block: nn.Module, node: Node) -> str:
     module = _called(block, node)
     if module is not None:
-        hooked = " with hooks" if _torch_private.has_hooks(module) else ""
-        return f"{type(module).__name__}{hooked}"
+        return kind_of(module)
     return getattr(node.target, "__name__", str(node.target))
