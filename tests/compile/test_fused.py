@@ -5,7 +5,7 @@ import torch
 from fusing import ACTIVATIONS, make_operands
 from torch import nn
 
-from syncbn import SyncBatchNorm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, fuse_activations
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script"),
@@ -44,6 +44,73 @@ def test_compiled_layer_refuses_a_residual_that_does_not_fit():
     compiled = torch.compile(SyncBatchNorm(3, activation="relu"), backend="aot_eager")
     with pytest.raises((ValueError, RuntimeError), match="residual to have shape"):
         compiled(torch.rand(4, 3, 5), torch.rand(4, 3, 4))
+
+
+class Block(nn.Module):
+    """Every kind of fused place, with the Sequential's and timm's behind it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.relu = nn.Conv2d(3, 3, 1), nn.ReLU(inplace=True)
+        self.bn1, self.bn2, self.bn3 = SyncBatchNorm(3), SyncBatchNorm(3), SyncBatchNorm(3)
+        self.tail = nn.Sequential(SyncBatchNorm(3), nn.SiLU())
+
+    def forward(self, x, summand):
+        y = self.relu(self.bn1(self.conv(x)))
+        y = self.relu(self.bn2(y) + summand)
+        y = self.bn3(self.conv(y))
+        y += x
+        return self.tail(self.relu(y))
+
+
+def make_block():
+    timm_layers = pytest.importorskip("timm.layers", exc_type=ImportError)
+    timms = timm_layers.BatchNormAct2d(3, act_layer=nn.SiLU)
+    block = Block().double()
+    block.tail.append(convert_sync_batchnorm(nn.Sequential(timms.double())))
+    return fuse_activations(block)
+
+
+def train_block(x, summand, backend):
+    torch._dynamo.reset()
+    block = make_block()
+    call = block if backend is None else torch.compile(block, backend=backend, fullgraph=True)
+    x = x.clone().requires_grad_()
+    y = call(x, summand)
+    y.sin().sum().backward()
+    with torch.no_grad():
+        block.eval()
+        evaluated = call(x, summand)
+    gradients = [p.grad for p in block.parameters()]
+    return [y.detach(), x.grad, evaluated, *gradients, *block.buffers()]
+
+
+# A residual, a broadcast bias and a number.
+@pytest.mark.parametrize("shape", [(4, 3, 5, 5), (3, 1, 1), None])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.works("`torch.compile` of a model after `fuse_activations`, without a graph break")
+def test_compiled_fused_models_compute_the_same(shape, backend):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn((4, 3, 5, 5), generator=generator, dtype=torch.float64)
+    summand = 0.5
+    if shape is not None:
+        summand = torch.randn(shape, generator=generator, dtype=torch.float64)
+    eager = train_block(x, summand, None)
+    for ours, right in zip(train_block(x, summand, backend), eager, strict=True):
+        torch.testing.assert_close(ours, right)  # float64, by its default tolerances
+
+
+@pytest.mark.works("`torch.export` of a model after `fuse_activations`, in evaluation")
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported_fused_models(strict):
+    block = make_block().eval()
+    inputs = torch.rand(4, 3, 5, 5).double(), torch.rand(4, 3, 5, 5).double()
+    program = torch.export.export(block, inputs, strict=strict)
+    called = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert not any("syncbn" in target for target in called)
+    torch.testing.assert_close(program.module()(*inputs), block(*inputs))
 
 
 @fused

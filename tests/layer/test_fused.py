@@ -17,7 +17,7 @@ from fusing import (
 )
 from torch import nn
 
-from syncbn import SyncBatchNorm, functional, ops, revert_sync_batchnorm, sync_batch_norm
+from syncbn import SyncBatchNorm, functional, ops, sync_batch_norm
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
@@ -350,12 +350,3 @@ def test_the_plain_layer_gives_operators_nothing_more(monkeypatch):
     SyncBatchNorm(3)(x).sum().backward()
     # Their arguments up to verdict, outlook and verdict.
     assert list(given.values()) == [11, 8, 9]
-
-
-def test_revert_does_not_drop_an_activation():
-    model = nn.Sequential(SyncBatchNorm(3), SyncBatchNorm(3, activation="relu"))
-    with pytest.raises(ValueError, match="'1' has activation='relu'.* apply the activation behind"):
-        revert_sync_batchnorm(model)
-    assert all(type(layer) is SyncBatchNorm for layer in model)  # nothing has been changed
-    model[1].activation = None
-    assert not any(isinstance(layer, SyncBatchNorm) for layer in revert_sync_batchnorm(model))

@@ -191,6 +191,30 @@ def test_forward_hooks_are_seen(register):
     assert _torch_private.has_forward_hooks(layer)
 
 
+HOOKS = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hooks_are_seen(kind):
+    layer = nn.Linear(1, 1)
+    assert not _torch_private.has_hooks(layer) and _torch_private.does_as_its_class(layer)
+    getattr(layer, f"register_{kind}")(lambda *_: None)
+    assert _torch_private.has_hooks(layer) and not _torch_private.does_as_its_class(layer)
+
+
+def test_a_forward_of_the_instance_is_seen():
+    layer = nn.Linear(1, 1)
+    layer.forward = lambda x: x
+    assert not _torch_private.does_as_its_class(layer)
+
+
+def test_hooks_of_saved_tensors_are_seen():
+    assert _torch_private.saved_tensors_hooks() is None
+    with torch.autograd.graph.save_on_cpu():
+        assert _torch_private.saved_tensors_hooks() is not None
+    assert _torch_private.saved_tensors_hooks() is None
+
+
 def test_compiled_modules_are_known():
     layer = nn.Linear(1, 1)
     assert _torch_private.compiled_original(torch.compile(layer, backend="eager")) is layer
