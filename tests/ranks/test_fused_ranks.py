@@ -7,8 +7,9 @@ from cases import assert_normalized_close, make_input, to_layout
 from fusing import ACTIVATIONS, make_operands, run_separately
 from ranks import Ranks
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import SyncBatchNorm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, fuse_activations
 
 # Rows of the whole batch that each rank gets, by world size; 0 is an empty rank.
 SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5), (0, 6)], 3: [(1, 2, 3), (0, 0, 6)]}
@@ -94,3 +95,82 @@ def test_a_residual_that_does_not_fit_fails_all_ranks(bad):
         failed, waiting = pair.outcomes(fit_on_one_rank, [bad, torch.zeros(2, 3, 4)])
     assert failed.kind in ("TypeError", "ValueError") and "residual" in failed.message
     assert "another rank of the process group withdrew" in waiting.message
+
+
+class Residual(nn.Module):
+    """A block of a ResNet, whose shortcut has a layer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.conv2 = nn.Conv2d(5, 5, 3, padding=1), nn.Conv2d(5, 5, 3, padding=1)
+        self.bn1, self.bn2, self.relu = nn.BatchNorm2d(5), nn.BatchNorm2d(5), nn.ReLU(inplace=True)
+        self.shortcut = nn.Sequential(nn.Conv2d(5, 5, 1), nn.BatchNorm2d(5))
+
+    def forward(self, x):
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += self.shortcut(x)
+        return self.relu(y)
+
+
+def make_model():
+    return nn.Sequential(Residual(), Residual(), nn.BatchNorm2d(5), nn.SiLU()).double()
+
+
+def train_model(model, x):
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad
+
+
+def train_share(rank, world_size, split):
+    model = fuse_activations(convert_sync_batchnorm(make_model()))
+    assert [type(m).__name__ for m in model[:2]] == ["FusedResidual"] * 2
+    x = make_input(SHAPE, "contiguous", torch.float64).split(split)[rank]
+    sizes = []
+    all_reduce = dist.all_reduce
+
+    def count(tensor, *args, **kwargs):
+        sizes.append(tensor.numel())
+        return all_reduce(tensor, *args, **kwargs)
+
+    dist.all_reduce = count
+    try:
+        results = train_model(DistributedDataParallel(model), x)
+    finally:
+        dist.all_reduce = all_reduce
+    assert sizes == [2 * SHAPE[1] + 4] * 14  # as many as without: one each way for each of 7 layers
+    gradients = [world_size * p.grad for p in model.parameters()]  # DDP averages
+    return *results, [*gradients, *model.buffers()]
+
+
+@pytest.mark.parametrize("split", [(3, 3), (1, 5), (0, 6)])
+def test_fused_model_under_ddp_is_that_of_the_whole_batch(two_ranks, split):
+    model = make_model()
+    y, dx = train_model(model, make_input(SHAPE, "contiguous", torch.float64))
+    expected = [*(p.grad for p in model.parameters()), *model.buffers()]
+    shares = two_ranks.run(train_share, split)
+    # float64, through seven layers that divide by deviations
+    close = {"rtol": 1e-9, "atol": 1e-9}
+    torch.testing.assert_close(torch.cat([share[0] for share in shares]), y, **close)
+    torch.testing.assert_close(torch.cat([share[1] for share in shares]), dx, **close)
+    for share in shares:
+        for ours, right in zip(share[2], expected, strict=True):
+            torch.testing.assert_close(ours, right, **close)
+
+
+def train_unlike(rank, world_size):
+    model = convert_sync_batchnorm(make_model())
+    model = fuse_activations(model) if rank == 0 else model
+    x = make_input(SHAPE, "contiguous", torch.float64).chunk(2)[rank]
+    return train_model(model, x)
+
+
+def test_ranks_that_fuse_unlike_fail():
+    """A layer behind a shortcut runs later where it is fused."""
+    with Ranks(2, case_seconds=30) as pair:
+        outcomes = pair.outcomes(train_unlike)
+    assert [outcome.kind for outcome in outcomes] == ["RuntimeError"] * 2
+    assert any("0.bn2" in outcome.message for outcome in outcomes)
