@@ -39,9 +39,9 @@ def build(name):
     return getattr(torchvision.models, model)(num_classes=10).double()
 
 
-def images(number=4):
+def images(size=32):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn((number, 3, 32, 32), generator=generator, dtype=torch.float64)
+    return torch.randn((4, 3, size, size), generator=generator, dtype=torch.float64)
 
 
 @pytest.mark.works("`fuse_activations` with models of torchvision and timm")
@@ -106,7 +106,7 @@ def train(model, x):
 def train_share(rank, world_size, name):
     model = fuse_activations(convert_sync_batchnorm(build(name)))
     assert len(explain_fusion(model).fused) == MODELS[name][0]
-    train(DistributedDataParallel(model), images().chunk(world_size)[rank])
+    train(DistributedDataParallel(model), images(64).chunk(world_size)[rank])
     assert any(isinstance(m, SyncBatchNorm) for m in model.modules())
     return model.state_dict()
 
@@ -118,7 +118,7 @@ def test_two_ranks_train_as_the_whole_batch(two_ranks, name):
     if name.startswith("timm"):
         for module in model.modules():
             assert getattr(module, "drop_prob", 0.0) == 0.0  # which ranks would draw otherwise
-    train(model, images())
+    train(model, images(64))  # of smaller ones little is left to take a variance of
     expected = model.state_dict()
     for state in two_ranks.run(train_share, name):
         assert [*state] == [*expected]
