@@ -123,7 +123,7 @@ def revert_sync_batchnorm(module: ModuleT) -> ModuleT: ...
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Replace a model's synchronized batch normalization layers by ordinary ones.
 
-    The inverse of :func:`convert_sync_batchnorm`, for export, inference and debugging on one
+    The inverse of :func:`convert_sync_batchnorm` and :func:`fuse_activations`, for export, inference and debugging on one
     device: a converted layer gets its class back; one that was built as a SyncBatchNorm, ours or
     torch's, becomes a batch normalization of any number of dimensions.
 
@@ -135,8 +135,8 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``module`` is not a module.
-        ValueError: A layer has been compiled by itself, or has an activation. Nothing has been
-            changed then.
+        ValueError: A layer, or a module whose code is fused, has been compiled by itself. Nothing
+            has been changed then.
 
     Example:
         >>> from torch import nn
@@ -148,7 +148,12 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     layers, left_alone = _modules_to_visit(
         module, lambda layer: _is_synchronized(layer) and not _is_plain(layer)
     )
-    _check_not_compiled(layers, lambda layer: _is_synchronized(layer) and _is_plain(layer))
+
+    def is_replaced(layer: nn.Module) -> bool:
+        is_layer = _is_synchronized(layer) and _is_plain(layer)
+        return is_layer or isinstance(layer, fused.FusedBlock)
+
+    _check_not_compiled(layers, is_replaced)
     fused.unfuse(module)
 
     def revert(layer: nn.Module, name: str) -> nn.Module:
