@@ -123,9 +123,11 @@ def revert_sync_batchnorm(module: ModuleT) -> ModuleT: ...
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Replace a model's synchronized batch normalization layers by ordinary ones.
 
-    The inverse of :func:`convert_sync_batchnorm` and :func:`fuse_activations`, for export, inference and debugging on one
-    device: a converted layer gets its class back; one that was built as a SyncBatchNorm, ours or
-    torch's, becomes a batch normalization of any number of dimensions.
+    The inverse of :func:`convert_sync_batchnorm` and :func:`fuse_activations`, for export,
+    inference and debugging on one device: a converted layer gets its class back; one that was built
+    as a SyncBatchNorm, ours or torch's, or has an activation of its own becomes a batch
+    normalization of any number of dimensions, with that activation. Fused activations are
+    modules and calls again.
 
     Args:
         module: The model; changed in place. A synchronized layer itself is left as it is.
