@@ -48,7 +48,7 @@ class FusionReport(NamedTuple):
 def fuse_activations(model: ModuleT) -> ModuleT:
     """Fuse activations and additions into the SyncBatchNorm layers of a model that they follow.
 
-    On CPUs such a layer trains in as many passes over memory as without them. Fused are ReLU,
+    Such a layer trains in as many passes over memory as without them. Fused are ReLU,
     LeakyReLU and SiLU right behind a layer, in an ``nn.Sequential``, in timm's ``BatchNormAct2d``
     (which conversion alone does) and, where ``torch.fx`` can trace it, in the code of a module; in
     code also behind the addition of another value of the same shape and dtype. Results,
