@@ -154,6 +154,7 @@ def test_join_is_seen(two_ranks):
 def destroy(rank, world_size):
     pair = dist.new_group(list(range(world_size)))
     before = _torch_private.is_registered(pair), _torch_private.is_registered(dist.group.WORLD)
+    dist.barrier()  # a rank that is still connecting would find the connection closed
     dist.destroy_process_group(pair)
     return (*before, _torch_private.is_registered(pair))
 
