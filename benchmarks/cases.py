@@ -168,6 +168,11 @@ _GPU_QUICK = (
     ("bfloat16", "channels_last"),
 )
 
+# The largest tensors of ResNet-50, of 256 images.
+_GPU_FUSED = tuple(
+    case for dtype in ("float32", "bfloat16") for case in _grid("memory", (256, 256, 56, 56), dtype)
+)
+
 CUDA_SUITES = {
     "full": Suite(
         cases=(
@@ -180,7 +185,7 @@ CUDA_SUITES = {
             ),
             *_GPU_SMALL,
         ),
-        fused=(),  # yet
+        fused=_GPU_FUSED,
         repeats=21,
         sample_seconds=0.004,
         worlds=(2, 4, 8),
@@ -198,7 +203,7 @@ CUDA_SUITES = {
             ),
             *(case for case in _GPU_SMALL if case.dtype != "float16"),
         ),
-        fused=(),  # yet
+        fused=_GPU_FUSED,
         repeats=9,
         sample_seconds=0.002,
         worlds=(2, 4, 8),
@@ -211,7 +216,7 @@ CUDA_SUITES = {
             *_net("tiny net", (2, 3, 9, 9), ((1, 4, 9), (3, 5, 4)), "float32", "contiguous"),
             *_grid("tiny 2-D", (4, 5), "bfloat16"),
         ),
-        fused=(),  # yet
+        fused=tuple(_grid("tiny", (2, 3, 5, 7), "float32")),
         repeats=3,
         sample_seconds=0.0001,
         worlds=(1, 2),

@@ -21,6 +21,7 @@ from benchmarks.cases import CUDA_SUITES, Case, Suite
 from benchmarks.collective_times import collective_rows
 from benchmarks.cuda_clocks import eager_clock, gpu_clock, launch_clock
 from benchmarks.cuda_layers import make_layers, sending_alone
+from benchmarks.fused import fused_calls, fused_cases, timed_fused_rows
 from benchmarks.launches import Launches, record_launches
 from benchmarks.layer import (
     LAYER_PASSES,
@@ -122,6 +123,18 @@ def timing_rows(setting: Setting) -> Iterator[Row]:
                 yield from case_rows(benchmark, net, samples, setting)
 
 
+def fused_rows(setting: Setting) -> Iterator[Row]:
+    """Time what follows a layer, in its own passes and as modules."""
+    for case in setting.suite.fused:
+        number = num_buffers(case)
+        turns = make_buffers(case, setting.device, number)
+        theirs = make_layers(case, setting.device)["torch"]
+        for fused in fused_cases(case, setting.device):
+            calls = fused_calls(fused, theirs, turns)
+            samples = _interleave(calls, turns, eager_clock, setting.suite, number)
+            yield from timed_fused_rows(fused, samples, setting)
+
+
 def add_samples(sums: dict[str, Samples], samples: dict[str, Samples], times: int) -> None:
     """Add ``times`` the samples to the sums, round by round."""
     for quantity, by_variant in samples.items():
@@ -184,7 +197,7 @@ def main(path: str, suite_name: str) -> None:
     # torch's allocator keeps the memory that was used; the host's threads have nothing to do.
     setting = Setting(CUDA_SUITES[suite_name], CUDA, threads=1, allocator="tuned")
     with sending_alone():
-        for rows in (overhead_rows, launch_rows, timing_rows):
+        for rows in (overhead_rows, launch_rows, timing_rows, fused_rows):
             write(Path(path), (stamp(row, CUDA) for row in rows(setting)))
     dist.destroy_process_group()
     worlds = [n for n in setting.suite.worlds if n <= torch.cuda.device_count()]

@@ -1,40 +1,35 @@
-"""Times of a layer with what follows it in its own passes, against the same as modules.
+"""A layer with what follows it in its own passes, against the same as modules.
 
 ``separate`` is our layer, an addition in place and torch's activation in place, as nets have them;
-``torch`` is the same behind torch's layer. The activation costs a fused layer no pass over memory,
-an addition one forward and two backward.
+``torch`` is the same behind torch's layer. An activation costs a fused layer no pass over memory.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import syncbn
 from benchmarks.cases import Case
-from benchmarks.layer import (
-    LAYER_PASSES,
-    Setting,
-    copy_call,
-    make_buffers,
-    parameter_dtype,
-    time_variants,
-    timed_rows,
-    torch_layer,
-)
+from benchmarks.layer import LAYER_PASSES, Buffers, Setting, parameter_dtype, timed_rows
 from benchmarks.rows import Row
 from benchmarks.timer import Call
 
 QUANTITY = "forward+backward"
-# Passes over memory that an addition costs: one is read forward, one read and one written backward.
+# One tensor is read forward, one read and one written backward.
 ADDITION_PASSES = 3
 
-ACTIVATIONS = {
-    "relu": ("ReLU", nn.ReLU),
-    "leaky_relu": ("LeakyReLU", nn.LeakyReLU),
-    "silu": ("SiLU", nn.SiLU),
-}
+ACTIVATIONS = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "silu": nn.SiLU}
+
+
+class FusedCase(NamedTuple):
+    """A case, and what follows the layer."""
+
+    case: Case  # whose name says the rest
+    activation: str
+    residual: Tensor | None
 
 
 class Separate(nn.Module):
@@ -53,17 +48,22 @@ class Separate(nn.Module):
         return output
 
 
-def fused_rows(case: Case, setting: Setting) -> Iterator[Row]:
-    """Time forward with backward of each activation, with and without an addition before it."""
-    for activation, (name, _) in ACTIVATIONS.items():
-        for has_residual in (False, True):
-            named = replace(case, name=f"{case.name}{' + addition' * has_residual} + {name}")
-            yield from _rows(named, activation, has_residual, setting)
+def fused_cases(case: Case, device: torch.device) -> Iterator[FusedCase]:
+    """Yield the case with each activation, with and without an addition before it."""
+    for activation, module in ACTIVATIONS.items():
+        for addition in ("", " + addition"):
+            residual = case.tensor(device, seed=2).requires_grad_() if addition else None
+            named = replace(case, name=f"{case.name}{addition} + {module.__name__}")
+            yield FusedCase(named, activation, residual)
 
 
-def _rows(case: Case, activation: str, has_residual: bool, setting: Setting) -> Iterator[Row]:
-    turns = make_buffers(case, setting.device)
-    residual = case.tensor(setting.device, seed=2).requires_grad_() if has_residual else None
+def fused_calls(fused: FusedCase, theirs: nn.Module, turns: Iterator[Buffers]) -> dict[str, Call]:
+    """Return a training step of each variant; ``theirs`` is torch's layer."""
+    case, activation, residual = fused
+    options: dict[str, Any] = {"device": next(turns).x.device, "dtype": parameter_dtype(case)}
+
+    def ours(activation: str | None) -> nn.Module:
+        return syncbn.SyncBatchNorm(case.shape[1], activation=activation, **options)
 
     def step_call(layer: nn.Module) -> Call:
         parameters = list(layer.parameters())
@@ -75,25 +75,21 @@ def _rows(case: Case, activation: str, has_residual: bool, setting: Setting) -> 
 
         return step
 
-    layers = _layers(case, activation, setting.device)
-    variants = {name: step_call(layer) for name, layer in layers.items()}
-    samples = time_variants({**variants, "copy": copy_call(turns)}, setting)
-    passes = LAYER_PASSES[QUANTITY] + ADDITION_PASSES * has_residual
-    samples["copy"] = [passes / 2 * seconds for seconds in samples["copy"]]
-    pairs = [("separate", "syncbn"), ("copy", "syncbn"), ("copy", "torch")]
-    yield from timed_rows("fused", case, QUANTITY, samples, setting, pairs)
-
-
-def _layers(case: Case, activation: str, device: torch.device) -> dict[str, nn.Module]:
-    channels, dtype = case.shape[1], parameter_dtype(case)
-    module = ACTIVATIONS[activation][1]
-
-    def ours(**options: str) -> nn.Module:
-        return syncbn.SyncBatchNorm(channels, device=device, dtype=dtype, **options)  # type: ignore[arg-type]
-
-    return {
-        "syncbn": ours(activation=activation),
-        "separate": Separate(ours(), module(inplace=True)),
-        "torch": Separate(torch_layer(case, device), module(inplace=True)),
-        "syncbn again": ours(activation=activation),
+    module = ACTIVATIONS[activation]
+    layers = {
+        "syncbn": ours(activation),
+        "separate": Separate(ours(None), module(inplace=True)),
+        "torch": Separate(theirs, module(inplace=True)),
+        "syncbn again": ours(activation),
     }
+    return {name: step_call(layer) for name, layer in layers.items()}
+
+
+def timed_fused_rows(
+    fused: FusedCase, samples: dict[str, list[float]], setting: Setting
+) -> Iterator[Row]:
+    """Yield the rows of a case; of the samples, ``copy`` is of one tensor."""
+    passes = LAYER_PASSES[QUANTITY] + (0 if fused.residual is None else ADDITION_PASSES)
+    copy = [passes / 2 * seconds for seconds in samples["copy"]]
+    pairs = [("separate", "syncbn"), ("copy", "syncbn"), ("copy", "torch")]
+    yield from timed_rows("fused", fused.case, QUANTITY, {**samples, "copy": copy}, setting, pairs)

@@ -66,7 +66,7 @@ def make_buffers(case: Case, device: torch.device, number: int = 1) -> Iterator[
 
 def layer_rows(case: Case, setting: Setting) -> Iterator[Row]:
     """Time forward, and forward with backward, of our layer (twice), torch's and the copy."""
-    layers = _layers(case, setting.device)
+    layers = make_layers(case, setting.device)
     turns = make_buffers(case, setting.device)
     for quantity, passes in LAYER_PASSES.items():
         backward = quantity != "forward"
@@ -82,7 +82,7 @@ def overhead_rows(setting: Setting) -> Iterator[Row]:
     """Time what the host takes for a training step of a layer."""
     case = OVERHEAD
     turns = make_buffers(case, setting.device)
-    layers = _layers(case, setting.device)
+    layers = make_layers(case, setting.device)
     variants = {name: step_call(layer, turns, True) for name, layer in layers.items()}
     samples = time_variants(variants, setting)
     yield from timed_rows("overhead", case, "forward+backward", samples, setting, [])
@@ -104,18 +104,14 @@ def parameter_dtype(case: Case) -> torch.dtype:
     return torch.float64 if case.dtype == "float64" else torch.float32
 
 
-def torch_layer(case: Case, device: torch.device) -> nn.Module:
-    """Return torch's layer that is not synchronized."""
-    theirs = nn.BatchNorm1d if len(case.shape) == 2 else nn.BatchNorm2d
-    return theirs(case.shape[1], device=device, dtype=parameter_dtype(case))
-
-
-def _layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
+def make_layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
+    """Return our layer, torch's that is not synchronized, and ours again."""
     channels = case.shape[1]
     dtype = parameter_dtype(case)
+    theirs = nn.BatchNorm1d if len(case.shape) == 2 else nn.BatchNorm2d
     return {
         "syncbn": syncbn.SyncBatchNorm(channels, device=device, dtype=dtype),
-        "torch": torch_layer(case, device),
+        "torch": theirs(channels, device=device, dtype=dtype),
         "syncbn again": syncbn.SyncBatchNorm(channels, device=device, dtype=dtype),
     }
 

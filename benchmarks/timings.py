@@ -10,9 +10,18 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benchmarks.cases import SUITES
-from benchmarks.fused import fused_rows
-from benchmarks.layer import Setting, layer_rows, operator_rows, overhead_rows
+from benchmarks.cases import SUITES, Case
+from benchmarks.fused import fused_calls, fused_cases, timed_fused_rows
+from benchmarks.layer import (
+    Setting,
+    copy_call,
+    layer_rows,
+    make_buffers,
+    make_layers,
+    operator_rows,
+    overhead_rows,
+    time_variants,
+)
 from benchmarks.rows import Row, write
 from benchmarks.stamp import stamp
 
@@ -57,6 +66,15 @@ def timing_rows(suite_name: str, allocator: str) -> Iterator[Row]:
                 yield from fused_rows(case, setting)
         yield from overhead_rows(setting)
     torch.set_num_threads(every)
+
+
+def fused_rows(case: Case, setting: Setting) -> Iterator[Row]:
+    """Time what follows a layer, in its own passes and as modules."""
+    turns = make_buffers(case, CPU)
+    theirs = make_layers(case, CPU)["torch"]
+    for fused in fused_cases(case, CPU):
+        calls = {**fused_calls(fused, theirs, turns), "copy": copy_call(turns)}
+        yield from timed_fused_rows(fused, time_variants(calls, setting), setting)
 
 
 def main(path: str, suite_name: str, allocator: str) -> None:

@@ -47,6 +47,7 @@ def on_cpu():
 def results(on_cpu, tmp_path_factory):
     path = tmp_path_factory.mktemp("cuda") / "gpu.csv"
     parts = (cuda_timings.overhead_rows, cuda_timings.launch_rows, cuda_timings.timing_rows)
+    parts += (cuda_timings.fused_rows,)
     measured = itertools.chain.from_iterable(part(on_cpu) for part in parts)
     collectives = collective_rows(on_cpu.suite.worlds, "gloo", "cpu")
     files.write(path, (stamp(row, CPU) for row in itertools.chain(measured, collectives)))
@@ -75,6 +76,7 @@ def test_rows_of_every_kind(rows):
     for suffix in ("", " of a net"):
         expected |= {(f"layer{suffix}", direction): layer for direction in directions}
         expected |= {(f"operators{suffix}", name): copies | {"syncbn"} for name in operators}
+    expected["fused", "forward+backward"] = layer | {"separate", "separate/syncbn"}
     expected |= {
         ("launches", f"{direction}, {kind}"): {"syncbn", "torch"}
         for direction in directions
@@ -225,9 +227,11 @@ def test_table_is_of_nets_and_single_cases(results):
 def test_picture_is_of_single_cases_and_of_the_operators_of_nets(results):
     figure = plot.picture(files.read(results))
     above, below = ([label.get_text() for label in a.get_yticklabels()] for a in figure.axes)
-    assert above == ["tiny net  2x3x9x9", "tiny 2-D  4x5", "small layer  8x16x4x4"]
+    behind = [f"{a}{b}" for b in ("ReLU", "LeakyReLU", "SiLU") for a in ("+ ", "+ addition + ")]
+    fused = [f"tiny {name}  2x3x5x7" for name in behind]
+    assert above == ["tiny net  2x3x9x9", "tiny 2-D  4x5", *fused, "small layer  8x16x4x4"]
     operators = ("stats", "apply", "backward_reduce", "backward_apply")
-    assert below == [*above[:2], *(f"tiny net  {name}" for name in operators)]
+    assert below == [*above[:-1], *(f"tiny net  {name}" for name in operators)]
     assert "times torch's SyncBatchNorm:" in figure.axes[0].get_title("left")
 
 
