@@ -6,21 +6,14 @@
 namespace syncbn::cpu {
 
 // x > bound ? if_true : if_false
-SYNCBN_HOST_DEVICE SYNCBN_INLINE float where_greater(float x, float bound, float if_true,
-                                                     float if_false) {
-  return x > bound ? if_true : if_false;
-}
-SYNCBN_HOST_DEVICE SYNCBN_INLINE double where_greater(double x, double bound, double if_true,
-                                                      double if_false) {
+template <typename A>
+SYNCBN_INLINE A where_greater(A x, A bound, A if_true, A if_false) {
   return x > bound ? if_true : if_false;
 }
 
 // x <= bound ? 0 : otherwise
-SYNCBN_HOST_DEVICE SYNCBN_INLINE float zero_where_at_most(float x, float bound, float otherwise) {
-  return x <= bound ? 0 : otherwise;
-}
-SYNCBN_HOST_DEVICE SYNCBN_INLINE double zero_where_at_most(double x, double bound,
-                                                           double otherwise) {
+template <typename A>
+SYNCBN_INLINE A zero_where_at_most(A x, A bound, A otherwise) {
   return x <= bound ? 0 : otherwise;
 }
 
@@ -32,11 +25,11 @@ struct Relu {
   A largest_zero;  // of the tensor's dtype
 
   template <typename V>
-  SYNCBN_HOST_DEVICE SYNCBN_INLINE V value(const V& z) const {
+  SYNCBN_INLINE V value(const V& z) const {
     return zero_where_at_most(z, largest_zero, z);
   }
   template <typename V>
-  SYNCBN_HOST_DEVICE SYNCBN_INLINE V gradient(const V& dy, const V& z) const {
+  SYNCBN_INLINE V gradient(const V& dy, const V& z) const {
     return zero_where_at_most(z, largest_zero, dy);
   }
 };
@@ -50,11 +43,11 @@ struct LeakyRelu {
   A negative_slope;
 
   template <typename V>
-  SYNCBN_HOST_DEVICE SYNCBN_INLINE V value(const V& z) const {
+  SYNCBN_INLINE V value(const V& z) const {
     return where_greater(z, largest_zero, z, z * negative_slope);
   }
   template <typename V>
-  SYNCBN_HOST_DEVICE SYNCBN_INLINE V gradient(const V& dy, const V& z) const {
+  SYNCBN_INLINE V gradient(const V& dy, const V& z) const {
     return where_greater(z, largest_zero, dy, dy * negative_slope);
   }
 };

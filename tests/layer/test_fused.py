@@ -350,3 +350,26 @@ def test_the_plain_layer_gives_operators_nothing_more(monkeypatch):
     SyncBatchNorm(3)(x).sum().backward()
     # Their arguments up to verdict, outlook and verdict.
     assert list(given.values()) == [11, 8, 9]
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu"])
+def test_tensors_kept_for_backward(activation, with_residual):
+    """With SiLU one less than separate modules, whose SiLU keeps its argument."""
+    operands = make_operands(
+        (4, 3, 5, 7), "contiguous", torch.float32, with_residual=with_residual
+    ).as_leaves()
+    kept = set()
+
+    def pack(tensor):
+        if tensor.numel() >= operands.x.numel():
+            kept.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    layer = make_layer(operands, activation)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = layer(operands.x, operands.residual)
+    expected = [operands.x]
+    if with_residual:
+        expected.append(operands.residual if activation == "silu" else y)
+    assert kept == {tensor.untyped_storage().data_ptr() for tensor in expected}

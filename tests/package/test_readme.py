@@ -14,6 +14,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "docs/architecture.md",
     "docs/failures.md",
+    "docs/fusion.md",
     "docs/integrations.md",
     "docs/numerics.md",
     "docs/pytorch2.md",
