@@ -1,6 +1,7 @@
 """torch.fx's tracer for one block: children are calls, and what a graph would lose is refused."""
 
 import operator
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -8,10 +9,12 @@ import torch
 import torch.fx
 from torch import nn
 from torch.fx.proxy import Attribute
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from syncbn import _torch_private
 
-__all__ = ["BlockTracer", "Untraceable"]
+__all__ = ["IN_PLACE_OPERATORS", "BlockTracer", "OnlyRecorded", "Untraceable"]
 
 
 class Untraceable(Exception):
@@ -47,11 +50,43 @@ class BlockTracer(torch.fx.Tracer):
         return _Value(node, self)
 
 
-class _InPlace:
-    """Operators such as ``+=``, which torch.fx's own stand-ins record as ``+``."""
+class OnlyRecorded(TorchFunctionMode):
+    """Refuses torch functions of no stand-in, whose results a graph would keep as they are."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call the function, or raise Untraceable."""
+        kwargs = kwargs or {}
+        if not any(type(value) in (_Value, _Attribute) for value in tree_leaves((args, kwargs))):
+            name = getattr(func, "__name__", str(func))
+            raise Untraceable(f"its code calls {name}, whose result its graph would keep")
+        return func(*args, **kwargs)
+
+
+class _StandIn:
+    """What torch.fx's own stand-ins for tensors lack: they answer what they cannot know."""
 
     def __getattr__(self, name: str) -> Any:
+        if not hasattr(torch.Tensor, name):
+            raise Untraceable(f"its code asks for {name!r}, which a tensor does not have")
         return _Attribute(self, name)  # type: ignore[arg-type]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not _is_torch_calling():
+            raise Untraceable(f"its code sets {name!r} of a tensor")
+        object.__setattr__(self, name, value)
+
+    @property  # type: ignore[misc]  # which object has as an attribute
+    def __class__(self) -> Any:
+        """The class, for torch.fx. Others ask by isinstance whether this is a tensor."""
+        if not _is_torch_calling():
+            raise Untraceable("its code asks of what type a value is")
+        return type(self)
+
+
+def _is_torch_calling() -> bool:
+    """Whether torch's code, or that of this file, is what called the caller."""
+    module: str = sys._getframe(2).f_globals.get("__name__", "")
+    return module.startswith(("torch.", __name__))
 
 
 def _recorded(function: Any) -> Any:
@@ -61,16 +96,21 @@ def _recorded(function: Any) -> Any:
     return record
 
 
-for _name in dir(operator):
-    if _name.startswith("__i") and f"__{_name[3:]}" in dir(operator):  # __iadd__ beside __add__
-        setattr(_InPlace, _name, _recorded(getattr(operator, _name)))
+# operator.iadd and the like, which have a partner such as operator.add.
+IN_PLACE_OPERATORS = {
+    name: getattr(operator, name)
+    for name in dir(operator)
+    if name.startswith("__i") and f"__{name[3:]}" in dir(operator)
+}
+for _name, _operator in IN_PLACE_OPERATORS.items():
+    setattr(_StandIn, _name, _recorded(_operator))
 
 
-class _Value(_InPlace, torch.fx.Proxy):
+class _Value(_StandIn, torch.fx.Proxy):
     pass
 
 
-class _Attribute(_InPlace, Attribute):
+class _Attribute(_StandIn, Attribute):
     pass
 
 

@@ -1,9 +1,9 @@
 """The graph of a block's code, as torch.fx traces it, or why none can take its place."""
 
+import collections
 import copy
-import inspect
 import random
-import types
+import sys
 import warnings
 from typing import Any
 
@@ -12,10 +12,11 @@ import torch.fx
 from torch import nn
 
 from syncbn import _torch_private
-from syncbn.block_tracer import BlockTracer, Untraceable
-from syncbn.fused import FusedBlock, class_of_block, graph_attributes
+from syncbn.block_class import check_class
+from syncbn.block_tracer import BlockTracer, OnlyRecorded, Untraceable
+from syncbn.fused import class_of_block
 
-__all__ = ["is_sequential", "trace"]
+__all__ = ["called_modules", "is_sequential", "trace"]
 
 
 def is_sequential(module: nn.Module) -> bool:
@@ -32,15 +33,8 @@ def trace(block: nn.Module, opened: set[nn.Module]) -> torch.fx.Graph:
             mode, or the second time.
     """
     cls = class_of_block(block)
-    _check_class(block, cls)
-    # What the code sets or changes is that of this one.
-    root = _torch_private.with_class(block, cls)
-    for name, value in vars(root).items():
-        vars(root)[name] = copy.copy(value) if type(value) in (dict, list, set) else value
-    before = {name: _contents(value) for name, value in vars(root).items()}
-    training, evaluation = _graphs_of_modes(root, opened)
-    if before != {name: _contents(value) for name, value in vars(root).items()}:
-        raise Untraceable(f"the code of {cls.__name__} sets attributes or makes tensors")
+    check_class(block, cls)
+    training, evaluation = _graphs_of_modes(block, opened)
     if training.python_code("self").src != evaluation.python_code("self").src:
         raise Untraceable(f"the code of {cls.__name__} differs between training and evaluation")
     for node in training.nodes:
@@ -48,83 +42,98 @@ def trace(block: nn.Module, opened: set[nn.Module]) -> torch.fx.Graph:
     return training
 
 
-def _contents(value: Any) -> Any:
-    """Return what tells whether a container has changed; of others which object it is."""
-    if isinstance(value, dict):
-        return [(key, id(item)) for key, item in value.items()]
-    if isinstance(value, (list, set)):
-        return [id(item) for item in value]
-    return id(value)
+def called_modules(block: nn.Module) -> set[nn.Module]:
+    """Return the modules that a block's code calls, each as a whole.
+
+    Raises:
+        Untraceable: They depend on more than the mode.
+    """
+    return {
+        block.get_submodule(str(node.target))
+        for graph in _graphs_of_modes(block, opened=set())
+        for node in graph.nodes
+        if node.op == "call_module"
+    }
 
 
-def _graphs_of_modes(root: nn.Module, opened: set[nn.Module]) -> list[torch.fx.Graph]:
-    """Return the graph in training and in evaluation; modes and random numbers stay."""
+def _graphs_of_modes(block: nn.Module, opened: set[nn.Module]) -> list[torch.fx.Graph]:
+    """Return the graph in training, and that in evaluation without gradients."""
+    # The code runs on a copy, and on the block's own children: what it changes in them is undone.
+    root = _torch_private.with_class(block, class_of_block(block))
     name = type(root).__name__
-    modes = {module: module.training for module in root.modules()}
-    states = torch.get_rng_state(), random.getstate()
+    states = [_State(module) for module in (root, *block.modules()) if module is not block]
+    generators = _generator_states()
     graphs = []
     try:
         for mode in (True, False):
-            for module in modes:
+            for module in root.modules():
                 module.training = mode
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), torch.set_grad_enabled(mode), OnlyRecorded():
                 warnings.simplefilter("ignore")
                 graphs.append(BlockTracer(opened).trace(root))
-        if not torch.equal(states[0], torch.get_rng_state()) or states[1] != random.getstate():
-            raise Untraceable(f"the code of {name} draws random numbers that its graph would keep")
     except Untraceable:
         raise
     except Exception as error:
         words = str(error).strip().partition("\n")[0]
         raise Untraceable(f"torch.fx cannot trace {name}: {words}") from None
     finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        for module, mode in modes.items():
-            module.training = mode
+        changed = [state for state in states if state.restore()]
+        drew = _generator_states() != generators
+        _set_generator_states(generators)
+    if changed:
+        raise Untraceable(f"the code of {name} sets attributes")
+    if drew:
+        raise Untraceable(f"the code of {name} draws random numbers that its graph would keep")
     return graphs
 
 
-# Methods by which a class makes, copies or loads its objects in its own way.
-_COPYING = {"__new__", "__copy__", "__deepcopy__", "__getstate__", "__setstate__"}
-_COPYING |= {"__reduce__", "__reduce_ex__"}
-# Functions that see torch.fx's stand-in for a tensor, and no tensor.
-_ASKING = {"isinstance", "is_tensor", "type"}
+class _State:
+    """The attributes of a module, and what is in those that are containers."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.attributes = dict(vars(module))
+        self.contents = {
+            name: copy.copy(value)
+            for name, value in self.attributes.items()
+            if isinstance(value, (dict, list, set, collections.deque))
+        }
+
+    def restore(self) -> bool:
+        """Put back what has changed but for the mode, and return whether anything had."""
+        now, mode = vars(self.module), self.attributes["training"]
+        now["training"] = mode
+        changed = _identities(now) != _identities(self.attributes)
+        if changed:
+            now.clear()
+            now.update(self.attributes)
+        for name, value in self.contents.items():
+            container: Any = now[name]
+            if _identities(container) != _identities(value):
+                changed = True
+                container.clear()
+                is_set = isinstance(value, (dict, set))
+                (container.update if is_set else container.extend)(value)
+        return changed
 
 
-def _check_class(block: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise Untraceable where the block's class says that no graph can take its code's place."""
-    if not isinstance(cls.forward, types.FunctionType) or "forward" in vars(block):
-        raise Untraceable(f"{cls.__name__} has no ordinary method forward")
-    reserved = {*dir(torch.fx.GraphModule)} - {*dir(nn.Module)}
-    attributes = set() if isinstance(block, FusedBlock) else {*vars(block)}
-    taken = reserved & {*dir(cls), *_torch_private.children(block)}
-    taken |= graph_attributes().keys() & attributes
-    taken |= {n for n in _COPYING if getattr(cls, n, None) is not getattr(nn.Module, n, None)}
-    if taken:
-        names = ", ".join(sorted(taken))
-        raise Untraceable(f"{cls.__name__} has {names} of its own, as a GraphModule has")
-    for parameter in list(inspect.signature(cls.forward).parameters.values())[1:]:
-        is_plain = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        if not is_plain or parameter.default is not parameter.empty:
-            raise Untraceable(f"{cls.__name__}.forward has an optional argument {parameter.name!r}")
-    asked = _ASKING & _names_in_code(cls)
-    if asked:
-        names = ", ".join(sorted(asked))
-        raise Untraceable(f"the code of {cls.__name__} asks what its values are: {names}")
+def _identities(container: Any) -> list[Any]:
+    if isinstance(container, dict):
+        return [(key, id(value)) for key, value in container.items()]
+    return [id(value) for value in container]
 
 
-def _names_in_code(cls: type[nn.Module]) -> set[str]:
-    """Return the names that forward uses, and the methods of its class that it calls."""
-    names: set[str] = set()
-    own_classes = cls.__mro__[: cls.__mro__.index(nn.Module)]
-    methods = ["forward"]
-    for method in methods:  # grows by what each calls
-        for base in own_classes:
-            code = getattr(inspect.unwrap(vars(base).get(method, None)), "__code__", None)
-            codes = [] if code is None else [code]
-            for code in codes:  # grows by the functions within
-                codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-                names |= {*code.co_names}
-                methods += [name for name in code.co_names if name not in methods]
-    return names
+def _generator_states() -> tuple[Any, ...]:
+    """Return the states of the generators of random numbers that programs share."""
+    states: tuple[Any, ...] = (torch.get_rng_state().tolist(), random.getstate())
+    if "numpy" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy"].random.get_state()
+        states += (kind, keys.tolist(), *rest)
+    return states
+
+
+def _set_generator_states(states: tuple[Any, ...]) -> None:
+    torch.set_rng_state(torch.tensor(states[0], dtype=torch.uint8))
+    random.setstate(states[1])
+    if len(states) > 2:
+        sys.modules["numpy"].random.set_state(states[2:])

@@ -37,8 +37,9 @@ class FusedActivation(nn.Identity):
     def __init__(self, layer: SyncBatchNorm, activation: nn.Module) -> None:
         super().__init__()
         self.training = activation.training
-        # In a tuple, which modules() and state_dict() do not look into.
-        self.fused = (layer, activation)
+        # In a tuple, which modules() and state_dict() do not look into; and the slope that the
+        # layer had before.
+        self.fused = (layer, activation, layer.negative_slope)
 
     def extra_repr(self) -> str:
         """Return the activation."""
@@ -51,47 +52,60 @@ def is_bare(layer: nn.Module) -> bool:
     return is_plain and _torch_private.does_as_its_class(layer)
 
 
-# Called by the graphs of blocks. What they are given may have changed since the graph was made: the
-# layer may have got hooks or been replaced, and shapes are known only here.
+# Called by the graphs of blocks. What they are given may have changed since the graph was made:
+# modules may have got hooks or been replaced, and shapes are known only here. An ``activation`` is
+# a module, or the name and slope of a function.
+
+Activation = nn.Module | tuple[str, float]
 
 
-def normalize_activate(
-    layer: nn.Module, input: Tensor, activation: str, negative_slope: float
-) -> Tensor:
+def normalize_activate(layer: nn.Module, input: Tensor, activation: Activation) -> Tensor:
     """Return ``activation(layer(input))``, in the layer's own passes where it is ours and bare."""
-    if is_bare(layer):
+    known = _known(activation)
+    if known is not None and is_bare(layer):
         return layer.forward_through(  # type: ignore[operator, no-any-return]
-            input, None, activation, negative_slope
+            input, None, *known
         )
-    return activations.activate(layer(input), activation, negative_slope)
+    return _activate(layer(input), activation)
 
 
 def normalize_add_activate(
-    layer: nn.Module,
-    input: Tensor,
-    summand: Any,
-    in_place: bool,
-    activation: str,
-    negative_slope: float,
+    layer: nn.Module, input: Tensor, summand: Any, sum: str, activation: Activation
 ) -> Tensor:
     """Return ``activation(layer(input) + summand)``, as :func:`normalize_activate`.
 
-    A summand that is no residual, by its shape, dtype or type, is added as the code adds it:
-    ``in_place`` is the addition ``+=``, which broadcasts and promotes the summand alone.
+    A summand that is no residual, by its shape, dtype or type, is added as the code adds it, which
+    ``sum`` tells: "layer + summand", "summand + layer" or "layer += summand". The first of two
+    says how the result lies in memory; ``+=`` broadcasts and promotes the summand alone.
     """
-    if is_bare(layer) and _is_residual(summand, input):
+    known = _known(activation)
+    is_residual = _is_residual(summand, input, is_first=sum == "summand + layer")
+    if known is not None and is_residual and is_bare(layer):
         return layer.forward_through(  # type: ignore[operator, no-any-return]
-            input, summand, activation, negative_slope
+            input, summand, *known
         )
     output = layer(input)
-    if in_place:
+    if sum == "layer += summand":
         output += summand
     else:
-        output = output + summand
-    return activations.activate(output, activation, negative_slope)
+        output = output + summand if sum == "layer + summand" else summand + output
+    return _activate(output, activation)
 
 
-def _is_residual(summand: Any, input: Tensor) -> bool:
+def _known(activation: Activation) -> tuple[str, float] | None:
+    if isinstance(activation, tuple):
+        return activation
+    return activations.of_module(activation)
+
+
+def _activate(output: Tensor, activation: Activation) -> Tensor:
+    if isinstance(activation, tuple):
+        return activations.activate(output, *activation)
+    activated: Tensor = activation(output)
+    return activated
+
+
+def _is_residual(summand: Any, input: Tensor, is_first: bool) -> bool:
     return (
         isinstance(summand, Tensor)
         and isinstance(input, Tensor)
@@ -100,6 +114,7 @@ def _is_residual(summand: Any, input: Tensor) -> bool:
         and summand.device == input.device
         and summand.layout == torch.strided
         and not summand.is_nested
+        and (not is_first or summand.stride() == input.stride())
     )
 
 
@@ -117,6 +132,9 @@ class FusedBlock(torch.fx.GraphModule):
     """
 
     unfused_class: type[nn.Module]
+
+    def __str__(self) -> str:
+        return repr(self)  # as other modules, without the code
 
     def __copy__(self) -> "FusedBlock":
         new: FusedBlock = nn.Module.__new__(fused_class(self.unfused_class))
@@ -177,8 +195,8 @@ def unfuse(model: nn.Module) -> None:
         children = _torch_private.children(module)
         for name, child in children.items():
             if isinstance(child, FusedActivation):
-                layer, activation = child.fused
-                layer.activation, layer.negative_slope = None, SyncBatchNorm.negative_slope
+                layer, activation, negative_slope = child.fused
+                layer.activation, layer.negative_slope = None, negative_slope
                 children[name] = activation.train(child.training)
         if isinstance(module, FusedBlock):
             module.__class__ = module.unfused_class  # type: ignore[assignment]

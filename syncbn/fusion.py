@@ -91,11 +91,11 @@ def fuse_activations(model: ModuleT) -> ModuleT:
     ]
     for neighbours in plan.neighbours:
         layer = neighbours.layer
-        layer.activation, layer.negative_slope = neighbours.what
         children = _torch_private.children(neighbours.parent)
         activation = children[neighbours.name]
         assert activation is not None
         children[neighbours.name] = fused.FusedActivation(layer, activation)
+        layer.activation, layer.negative_slope = neighbours.what
     for block, cls, graph in graphs:
         fused.run_graph(block, cls, graph)
     return model
@@ -223,9 +223,29 @@ class _Plan:
         what = None if sibling is None else activations.of_module(sibling)
         if what is None or sibling is None:
             return f"is followed by {places.kind_of(sibling)}, which cannot be fused"
+        reason = self._why_in_parts(parent)
+        if reason is not None:
+            return reason
         assert isinstance(layer, SyncBatchNorm)
         self.neighbours.append(_Neighbours(layer, parent, name, what))
         return what[0], False
+
+    def _why_in_parts(self, sequential: nn.Module) -> str | None:
+        """Return why something else may run the parts of a Sequential; None if nothing does."""
+        parts = {*sequential.modules()} - {sequential}
+        above = [sequential]
+        for module in above:  # grows up to the modules with code
+            for parent, _ in self._parents.get(module, ()):
+                if _is_container(parent):
+                    above.append(parent)
+                    continue
+                name = type(parent).__name__
+                try:
+                    if parts & blocks.called_modules(parent):
+                        return f"is run without its Sequential by the code of {name}"
+                except Untraceable as reason:
+                    return f"may be run without its Sequential by the code of {name}: {reason}"
+        return None
 
     def _block_of(self, layer: nn.Module) -> tuple[nn.Module | None, str]:
         """Return the module whose code may call the layer, or None and why there is none."""
@@ -249,9 +269,12 @@ class _Plan:
         except Untraceable as reason:
             self.layers.update(dict.fromkeys(names.values(), str(reason)))
             return
+        in_graph = places.find(block, graph, names)
         for layer, place in found.items():
+            if isinstance(place, places.Place):  # what is closed now may have been part of it
+                place = in_graph[layer]
             self.layers[names[layer]] = _entry(place)
-        if of_fused:
+        if any(isinstance(place, places.Place) for place in in_graph.values()):
             places.fuse(block, graph, names)
             self.blocks.append((block, graph))
 
@@ -266,7 +289,7 @@ class _Plan:
 
 
 def _entry(place: places.Place | str) -> tuple[str, bool] | str:
-    return place if isinstance(place, str) else (place.activation, place.addition is not None)
+    return place if isinstance(place, str) else (place.what[0], place.addition is not None)
 
 
 def _is_container(module: nn.Module) -> bool:

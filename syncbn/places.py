@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx import Node
 
 from syncbn import _torch_private, activations, fused
+from syncbn.block_tracer import IN_PLACE_OPERATORS
 
 __all__ = ["Place", "find", "fuse", "kind_of"]
 
@@ -20,8 +21,7 @@ class Place(NamedTuple):
 
     nodes: list[Node]
     addition: Node | None
-    activation: str
-    negative_slope: float
+    what: tuple[str, float]  # activation and slope
 
 
 class _NotFused(Exception):
@@ -59,21 +59,21 @@ def fuse(block: nn.Module, graph: torch.fx.Graph, layers: Container[nn.Module]) 
     for place in find(block, graph, layers).values():
         if isinstance(place, str):
             continue
-        layer, activation = place.nodes[0], place.nodes[-1]
-        what = (place.activation, place.negative_slope)
-        function: Any = fused.normalize_activate
-        operands: tuple[Any, ...] = (layer.args[0],)
-        if place.addition is not None:
-            function = fused.normalize_add_activate
-            summand, in_place = _other_summand(place.addition, place.nodes)
-            operands = (layer.args[0], summand, in_place)
+        layer, last = place.nodes[0], place.nodes[-1]
         # Where the summand is known; what follows is computed from nothing else.
         with graph.inserting_before(place.addition or layer):
-            call = graph.call_function(
-                function, (graph.get_attr(str(layer.target)), *operands, *what)
-            )
+            module = graph.get_attr(str(layer.target))
+            activation: Any = place.what
+            if last.op == "call_module":
+                activation = graph.get_attr(str(last.target))
+            function: Any = fused.normalize_activate
+            operands: tuple[Any, ...] = (layer.args[0],)
+            if place.addition is not None:
+                function = fused.normalize_add_activate
+                operands += _other_summand(block, place.addition, place.nodes)
+            call = graph.call_function(function, (module, *operands, activation))
         call.meta["is_wrapped"] = True  # the generated code says so to the next tracer
-        activation.replace_all_uses_with(call)
+        last.replace_all_uses_with(call)
         for node in reversed(place.nodes):
             graph.erase_node(node)
     graph.lint()
@@ -95,7 +95,7 @@ def _place(block: nn.Module, layer: Node, taken: set[Node]) -> Place:
     Nodes that are ``taken`` belong to other places.
     """
     if len(layer.args) != 1 or layer.kwargs:
-        raise _NotFused("is given a residual already")
+        raise _NotFused("is given other arguments than one input")
     nodes, addition = [layer], None
     while True:
         node = _only_user(nodes[-1])
@@ -110,7 +110,9 @@ def _place(block: nn.Module, layer: Node, taken: set[Node]) -> Place:
     what = _activation_of(block, node)
     if what is None:
         raise _NotFused(f"is followed by {_describe(block, node)}, which cannot be fused")
-    return Place([*nodes, node], addition, *what)
+    if addition is not None and what[0] == "silu":
+        _check_stays(block, _other_summand(block, addition, nodes)[0], addition)
+    return Place([*nodes, node], addition, what)
 
 
 def _only_user(node: Node) -> Node:
@@ -150,33 +152,64 @@ def _is_addition(node: Node) -> bool:
     return is_sum and are_values and not node.kwargs
 
 
-def _other_summand(addition: Node, nodes: list[Node]) -> tuple[Any, bool]:
-    """Return the summand that is not of the place, and whether it is added in place."""
+def _is_in_place(block: nn.Module, node: Node) -> bool:
+    """Whether the node writes to its first argument."""
+    if node.op == "call_module":
+        return getattr(_called(block, node), "inplace", False) is True
+    name = str(getattr(node.target, "__name__", node.target))
+    is_named = name.endswith("_") and not name.endswith("__")
+    return is_named or node.target in IN_PLACE_OPERATORS.values()
+
+
+def _other_summand(block: nn.Module, addition: Node, nodes: list[Node]) -> tuple[Any, str]:
+    """Return the summand that is not of the place, and how the code adds it."""
     first, second = addition.args
-    in_place = addition.target in (operator.iadd, "add_")
-    return (second if first in nodes else first), in_place
+    if first not in nodes:
+        return first, "summand + layer"
+    return second, "layer += summand" if _is_in_place(block, addition) else "layer + summand"
 
 
 def _check_moves(block: nn.Module, layer: Node, addition: Node, nodes: list[Node]) -> None:
     """Raise _NotFused where the layer may not be computed as late as the addition."""
-    in_place = addition.target in (operator.iadd, "add_")
-    if in_place and addition.args[0] not in nodes:
+    if _is_in_place(block, addition) and addition.args[0] not in nodes:
         raise _NotFused("is added in place to another value")
     between, node = [], layer.next
     while node is not addition:
-        between += [] if node in nodes or node.op == "get_attr" else [node]
+        between += [] if node in nodes else [node]
         node = node.next
+    reads = [node for node in between if _has_buffer_of(block, layer, node)]
+    if reads:
+        raise _NotFused(
+            f"its buffers are used before the addition, in {_describe(block, reads[0])}"
+        )
+    between = [node for node in between if node.op != "get_attr"]
     # What is computed in between may write to the layer's input, unless that is the layer's alone.
     source = layer.args[0]
-    assert isinstance(source, Node)
-    makes_output = isinstance(_called(block, source), _MAKE_THEIR_OUTPUT)
-    if between and not (makes_output and len(source.users) == 1):
+    is_alone = isinstance(source, Node) and len(source.users) == 1
+    if between and not (is_alone and _makes_its_output(block, source)):
         raise _NotFused(
             f"its input may change before the addition, in {_describe(block, between[0])}"
         )
 
 
-_MAKE_THEIR_OUTPUT = (
+def _has_buffer_of(block: nn.Module, layer: Node, node: Node) -> bool:
+    """Whether a node reads a buffer of the layer, or calls a module that has one of them."""
+    if node.op == "get_attr":
+        return str(node.target).startswith(f"{layer.target}.")
+    module, norm = _called(block, node), _called(block, layer)
+    assert norm is not None
+    buffers = {*map(id, norm.buffers())}
+    return module is not None and any(id(buffer) in buffers for buffer in module.buffers())
+
+
+def _makes_its_output(block: nn.Module, node: Any) -> bool:
+    """Whether the node's value is a tensor of its own, that nothing else has seen."""
+    module = _called(block, node)
+    is_known = type(module) in _MAKE_THEIR_OUTPUT
+    return module is not None and is_known and _torch_private.does_as_its_class(module)
+
+
+_MAKE_THEIR_OUTPUT = {
     nn.Conv1d,
     nn.Conv2d,
     nn.Conv3d,
@@ -184,7 +217,16 @@ _MAKE_THEIR_OUTPUT = (
     nn.ConvTranspose2d,
     nn.ConvTranspose3d,
     nn.Linear,
-)
+}
+
+
+def _check_stays(block: nn.Module, summand: Any, addition: Node) -> None:
+    """Raise _NotFused where a value is written to behind the addition: backward would miss it."""
+    for user in summand.users:
+        if user is not addition and _is_in_place(block, user) and user > addition:
+            where = _describe(block, user)
+            raise _NotFused(f"the other summand, which backward needs, changes later, in {where}")
+
 
 _FUNCTIONS: dict[Any, str] = {
     F.relu: "relu",

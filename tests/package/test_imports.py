@@ -109,8 +109,9 @@ MAY_IMPORT = {
     "block_tracer": {"_torch_private"},
     "fused": {"_torch_private", "activations", "block_tracer", "modules"},
     "convert": {"_torch_private", "collectives", "fused", "modules"},
-    "blocks": {"_torch_private", "block_tracer", "fused"},
-    "places": {"_torch_private", "activations", "fused"},
+    "block_class": {"_torch_private", "block_tracer", "fused"},
+    "blocks": {"_torch_private", "block_class", "block_tracer", "fused"},
+    "places": {"_torch_private", "activations", "block_tracer", "fused"},
     "fusion": {
         "_torch_private",
         "activations",
