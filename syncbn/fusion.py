@@ -55,12 +55,13 @@ def fuse_activations(model: ModuleT) -> ModuleT:
     state_dict and parameters stay; :func:`explain_fusion` tells what is left and why;
     :func:`syncbn.revert_sync_batchnorm` takes all of it back.
 
-    Convert first and compile after. In a Sequential an identity takes the activation's place: code
-    that takes a part of the Sequential finds the activation in the layer. A module whose code is
-    fused becomes a ``torch.fx.GraphModule`` that is still of its own class: attributes that its
-    code reads, but for ``training`` and tensors, are those of this call from then on, and so are
-    arguments that are None. All ranks must fuse alike, because a layer that takes an addition runs
-    where that stands.
+    Convert first and compile after. In a Sequential an identity takes the activation's place: who
+    takes a part of the Sequential finds the activation in the layer. A module whose code is fused
+    becomes a ``torch.fx.GraphModule`` that is still of its own class: attributes and globals that
+    its code reads, but for ``training`` and tensors, are those of this call from then on, and so
+    are arguments that are None. Exchange modules, and change their code, before the call or after
+    a revert. All ranks must fuse alike, because a layer that takes an addition runs where that
+    stands.
 
     Args:
         model: The model, with converted layers; changed in place.

@@ -76,7 +76,7 @@ class SyncBatchNorm(BatchNormBase):
         dtype: Of the parameters and running statistics.
         bias: With ``affine``, whether to learn a bias; keyword-only.
         activation: None, "relu", "leaky_relu" or "silu": what the output goes through, when
-            training on CPUs in the same passes over memory; keyword-only.
+            training in the same passes over memory; keyword-only.
         negative_slope: Of leaky ReLU, without a unit; keyword-only.
 
     Shape:

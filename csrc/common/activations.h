@@ -49,6 +49,8 @@ SYNCBN_HOST_DEVICE SYNCBN_INLINE float sigmoid(float z) {
 }
 SYNCBN_HOST_DEVICE SYNCBN_INLINE double sigmoid(double z) { return 1 / (1 + std::exp(-z)); }
 
+// Without a gradient: none goes through it. It also stands in formulas of double, which only hold
+// constants.
 struct NoActivation {
   static constexpr bool kIsLong = false;
 

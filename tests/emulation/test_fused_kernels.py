@@ -17,6 +17,7 @@ from emulated import MULTIPROCESSORS, ORDERS, Device, placed, statistics, totals
 from fusing import (
     ACTIVATIONS,
     FUSED,
+    NAMES,
     SLOPE,
     assert_error_at_most_twice,
     make_operands,
@@ -193,6 +194,19 @@ def test_constants_are_those_of_the_normalization(library, shape, dtype):
     expected = bias.double() + (mean.to(dtype) - mean) * scale
     torch.testing.assert_close(shift, expected, rtol=1e-15, atol=1e-15)  # float64's roundings
     assert dtype == torch.float64 or not torch.equal(shift, bias.double())
+
+
+@fused
+@pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4, 4)], ids=str)
+def test_empty_batch(library, shape, activation, with_residual):
+    """Sums are zero; nobody reads the constants, whose count is that of other ranks."""
+    operands = make_operands(shape, "contiguous", torch.float32, with_residual=with_residual)
+    results = run_kernels(Device(library, 8, "shuffled"), operands, activation)
+    for name, result in zip(NAMES, results, strict=False):
+        if name in ("grad_weight", "grad_bias"):
+            assert torch.equal(result, torch.zeros_like(result))
+        else:
+            assert result.shape == shape
 
 
 SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-45, 200.0, -200.0]

@@ -15,8 +15,8 @@ struct PiecewiseLinear {
 
   A largest_zero;
   A negative_slope;
-  // ReLU lets the gradient through where z is NaN. Leaky ReLU does not: it takes a NaN for
-  // -infinity, which is larger than NaN by fmax; NaN is not.
+  // fmax returns its other argument where one is NaN. With -infinity a NaN takes the slope, as
+  // leaky ReLU has it; with NaN it stays NaN, which lets the gradient through, as ReLU has it.
   A least;
   bool is_relu;
 

@@ -15,6 +15,7 @@
 #include "operators.h"
 #include "planar.h"
 #include "reduction.h"
+#include "tensors.h"
 
 namespace syncbn::cuda {
 namespace {
@@ -31,12 +32,6 @@ struct GradSums {
       dz_deviation[c] += other.dz_deviation[c];
     }
   }
-};
-
-template <typename T, int kInputs>
-struct Tensors {
-  const T* input[kInputs];
-  T* output;  // the residual's gradient, where the formula stores
 };
 
 struct GradOutputs {
@@ -261,15 +256,6 @@ void launch_reduction(const Plan& plan, void* stream, const void* const (&inputs
                       void* output, const GradOutputs& out, const WithFormula& with_formula) {
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
-  const auto typed = [&](auto type) {
-    using T = typename decltype(type)::type;
-    Tensors<T, kInputs> tensors;
-    for (int i = 0; i < kInputs; ++i) {
-      tensors.input[i] = static_cast<const T*>(inputs[i]);
-    }
-    tensors.output = static_cast<T*>(output);
-    return tensors;
-  };
   dispatch_plan(
       plan,
       [&](auto type, auto vector) {
@@ -279,7 +265,8 @@ void launch_reduction(const Plan& plan, void* stream, const void* const (&inputs
         with_formula(TypeTag<A>{}, [&](auto formula) {
           launch(backward_reduce_matrix_kernel<T, kVector, decltype(formula)>, grid, block,
                  sizeof(ReductionMemory<A, GradSums<A, kVector>>),
-                 static_cast<cudaStream_t>(stream), Matrix(plan), typed(type), out, formula);
+                 static_cast<cudaStream_t>(stream), Matrix(plan), make_tensors<T>(inputs, output),
+                 out, formula);
         });
       },
       [&](auto type, auto vector, auto aligned) {
@@ -288,7 +275,7 @@ void launch_reduction(const Plan& plan, void* stream, const void* const (&inputs
         with_formula(TypeTag<A>{}, [&](auto formula) {
           launch(backward_reduce_planar_kernel<T, vector, aligned, decltype(formula)>, grid, block,
                  sizeof(ReductionMemory<A, GradSums<A, 1>>), static_cast<cudaStream_t>(stream),
-                 Planar(plan, inputs[1]), typed(type), out, formula);
+                 Planar(plan, inputs[1]), make_tensors<T>(inputs, output), out, formula);
         });
       });
 }

@@ -16,14 +16,9 @@
 #include "dispatch.h"
 #include "matrix.h"
 #include "planar.h"
+#include "tensors.h"
 
 namespace syncbn::cuda {
-
-template <typename T, int kInputs>
-struct Tensors {
-  const T* input[kInputs];
-  T* output;
-};
 
 // The constants of a block's channels in shared memory: those that threads read at once are
 // neighbors.
@@ -198,15 +193,6 @@ void launch_elementwise(const Plan& plan, void* stream, const void* const (&inpu
                         void* output, const Prepare& prepare, const WithFormula& with_formula) {
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
-  const auto typed = [&](auto type) {
-    using T = typename decltype(type)::type;
-    Tensors<T, kInputs> tensors;
-    for (int i = 0; i < kInputs; ++i) {
-      tensors.input[i] = static_cast<const T*>(inputs[i]);
-    }
-    tensors.output = static_cast<T*>(output);
-    return tensors;
-  };
   dispatch_plan(
       plan,
       [&](auto type, auto vector) {
@@ -216,7 +202,7 @@ void launch_elementwise(const Plan& plan, void* stream, const void* const (&inpu
           using Formula = decltype(formula);
           launch(elementwise_matrix_kernel<T, vector, Formula, Prepare>, grid, block,
                  sizeof(ConstantsMemory<Formula, A>), static_cast<cudaStream_t>(stream),
-                 Matrix(plan), typed(type), prepare, formula);
+                 Matrix(plan), make_tensors<T>(inputs, output), prepare, formula);
         });
       },
       [&](auto type, auto vector, auto aligned) {
@@ -226,7 +212,7 @@ void launch_elementwise(const Plan& plan, void* stream, const void* const (&inpu
           using Formula = decltype(formula);
           launch(elementwise_planar_kernel<T, vector, aligned, Formula, Prepare>, grid, block,
                  sizeof(ConstantsMemory<Formula, A>), static_cast<cudaStream_t>(stream),
-                 Planar(plan, output), typed(type), prepare, formula);
+                 Planar(plan, output), make_tensors<T>(inputs, output), prepare, formula);
         });
       });
 }
