@@ -463,7 +463,7 @@ LEFT = [
     (ordered, "its code makes a OrderedDict, of which torch.fx keeps less"),
     (without_gradient, "its code calls _set_grad_enabled, whose result its graph would keep"),
     (under_autocast, "its code sets a mode"),
-    (checkpointed, "its code calls empty, whose result its graph would keep"),
+    (checkpointed, "its code "),  # sets a mode, or calls what torch does for that
     (count_calls, "the code of Block sets attributes"),
     (collect, "the code of Block sets attributes"),
     (
