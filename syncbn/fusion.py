@@ -157,6 +157,7 @@ class _Plan:
         # Each layer with what it is fused with, or why it is not.
         self.layers: dict[str, tuple[str, bool] | str] = {}
         self._parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        self._called: dict[nn.Module, set[nn.Module] | str] = {}
         for parent in model.modules():
             for name, child in _torch_private.children(parent).items():
                 if child is not None:
@@ -240,13 +241,21 @@ class _Plan:
                 if _is_container(parent):
                     above.append(parent)
                     continue
-                name = type(parent).__name__
-                try:
-                    if parts & blocks.called_modules(parent):
-                        return f"is run without its Sequential by the code of {name}"
-                except Untraceable as reason:
-                    return f"may be run without its Sequential by the code of {name}: {reason}"
+                name, called = type(parent).__name__, self._called_by(parent)
+                if isinstance(called, str):
+                    return f"may be run without its Sequential by the code of {name}: {called}"
+                if parts & called:
+                    return f"is run without its Sequential by the code of {name}"
         return None
+
+    def _called_by(self, block: nn.Module) -> set[nn.Module] | str:
+        """Return the modules that a block's code calls, or why that is not known."""
+        if block not in self._called:
+            try:
+                self._called[block] = blocks.called_modules(block)
+            except Untraceable as reason:
+                self._called[block] = str(reason)
+        return self._called[block]
 
     def _block_of(self, layer: nn.Module) -> tuple[nn.Module | None, str]:
         """Return the module whose code may call the layer, or None and why there is none."""

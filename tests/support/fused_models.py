@@ -1,11 +1,62 @@
-"""A model before and after its activations are fused: the same results, in the same places."""
+"""Small models, and the comparison of one before and after its activations are fused."""
 
 import copy
 
 import torch
 from torch import Tensor, nn
 
-from syncbn import fuse_activations
+from syncbn import SyncBatchNorm, explain_fusion, fuse_activations
+
+
+def make_input(seed=0, shape=(4, 3, 5, 5)):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def norm(channels=3):
+    return SyncBatchNorm(channels, dtype=torch.float64)
+
+
+class Block(nn.Module):
+    """Two layers, two convolutions and what codes below need; ``code`` is its forward."""
+
+    def __init__(self, code=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv1, self.conv2 = nn.Conv2d(3, 3, 1).double(), nn.Conv2d(3, 3, 1).double()
+        self.bn1, self.bn2 = norm(), norm()
+        self.relu, self.identity = nn.ReLU(inplace=True), nn.Identity()
+        self.leaky, self.silu = nn.LeakyReLU(0.2), nn.SiLU()
+        self.down = nn.Sequential(nn.Conv2d(3, 3, 1).double(), norm())
+
+
+class Called(Block):
+    """A block that pickles find."""
+
+    def forward(self, x):
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += self.down(x)
+        return self.relu(y)
+
+    def features(self, x):
+        return self.relu(self.bn1(self.conv1(x)))
+
+
+def block(code, inputs=1):
+    """A block with the code as its forward, of a class that pickles do not find."""
+    if inputs == 1:
+        forward = lambda self, x: code(self, x)  # noqa: E731
+    else:
+        forward = lambda self, x, other: code(self, x, other)  # noqa: E731
+    return type("Block", (Block,), {"forward": forward})()
+
+
+def names(report):
+    return [(f.name, f.activation, f.residual) for f in report.fused]
+
+
+def reason(model, name="bn1"):
+    return dict(explain_fusion(model).left)[name]
 
 
 def run(model: nn.Module, inputs: list[Tensor]) -> dict[str, Tensor]:
