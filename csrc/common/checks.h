@@ -169,24 +169,36 @@ inline void check_constants(const char* op, const std::optional<Tensor>& constan
   }
 }
 
-// What the gradient through an activation is computed from where no residual was added.
-inline void check_gradient_sources(const char* op, const ActivationChoice& choice,
-                                   const std::optional<Tensor>& constants) {
+// The activation that a gradient goes through, after checking what it is computed from where no
+// residual was added.
+inline ActivationChoice check_gradient_sources(const char* op, const Tensor& input,
+                                               const std::optional<Tensor>& constants,
+                                               int64_t activation, double negative_slope) {
+  const ActivationChoice choice = to_activation(op, activation, negative_slope);
+  check_constants(op, constants, input);
   SYNCBN_CHECK(constants.has_value() == (choice.kind != Activation::kNone), op,
                ": expected constants with an activation, and without one none");
+  return choice;
 }
 
 // The same where one was.
-inline void check_residual_sources(const char* op, const ActivationChoice& choice,
-                                   const std::optional<Tensor>& constants,
-                                   const std::optional<Tensor>& residual,
-                                   const std::optional<Tensor>& output) {
+inline ActivationChoice check_residual_sources(const char* op, const Tensor& input,
+                                               const Geometry& geometry,
+                                               const std::optional<Tensor>& constants,
+                                               int64_t activation, double negative_slope,
+                                               const std::optional<Tensor>& residual,
+                                               const std::optional<Tensor>& output) {
+  const ActivationChoice choice = to_activation(op, activation, negative_slope);
+  check_constants(op, constants, input);
+  check_like_input(op, "residual", residual, input, geometry);
+  check_like_input(op, "output", output, input, geometry);
   SYNCBN_CHECK(choice.kind != Activation::kNone, op,
                ": expected an activation; without one grad_output is the residual's gradient");
   const bool is_silu = choice.kind == Activation::kSilu;
   SYNCBN_CHECK(constants.has_value() == is_silu && residual.has_value() == is_silu &&
                    output.has_value() != is_silu,
                op, ": expected constants and residual with SiLU, output with ReLU and leaky ReLU");
+  return choice;
 }
 
 inline Announcement to_announcement(const std::optional<double>& tag, double outlook) {

@@ -31,8 +31,7 @@ struct DeviationTerms {
     return DeviationTerms<decltype(function(center))>{function(center)};
   }
   SYNCBN_HOST_DEVICE SYNCBN_INLINE Term<V> operator()(const V (&inputs)[kInputs]) const {
-    const V deviation = inputs[0] - center;
-    return {deviation, deviation};
+    return {inputs[0] - center, inputs[0] - center};
   }
 };
 

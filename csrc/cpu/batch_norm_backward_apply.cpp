@@ -56,9 +56,8 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   const Expectation expectation = to_expectation(tag_sum);
   check_sums(kOp, "sums", sums, 2 * channels, expectation, input);
   check_statistics(kOp, "count", count, 1, input);
-  const ActivationChoice choice = to_activation(kOp, activation, negative_slope);
-  check_constants(kOp, constants, input);
-  check_gradient_sources(kOp, choice, constants);
+  const ActivationChoice choice =
+      check_gradient_sources(kOp, input, constants, activation, negative_slope);
 
   ChannelArrays arrays(/*capacity=*/6, channels);
   PerChannel work;

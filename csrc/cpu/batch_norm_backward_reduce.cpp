@@ -86,15 +86,11 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
   check_statistics(op, "invstd", invstd, channels, input);
   check_grad_dtype(op, "weight_dtype", weight_dtype);
   check_grad_dtype(op, "bias_dtype", bias_dtype);
-  const ActivationChoice choice = to_activation(op, activation, negative_slope);
-  check_constants(op, constants, input);
-  check_like_input(op, "residual", residual, input, geometry);
-  check_like_input(op, "output", output, input, geometry);
-  if (grad_residual.has_value()) {
-    check_residual_sources(op, choice, constants, residual, output);
-  } else {
-    check_gradient_sources(op, choice, constants);
-  }
+  const ActivationChoice choice =
+      grad_residual.has_value()
+          ? check_residual_sources(op, input, geometry, constants, activation, negative_slope,
+                                   residual, output)
+          : check_gradient_sources(op, input, constants, activation, negative_slope);
 
   const Partition partition(geometry);
   const auto* means = static_cast<const double*>(mean.const_data_ptr());

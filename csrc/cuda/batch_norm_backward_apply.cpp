@@ -24,9 +24,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   const Expectation expectation = to_expectation(tag_sum);
   check_sums(kOp, "sums", sums, 2 * channels, expectation, input);
   check_statistics(kOp, "count", count, 1, input);
-  Through through{to_activation(kOp, activation, negative_slope)};
-  check_constants(kOp, constants, input);
-  check_gradient_sources(kOp, through.activation, constants);
+  Through through{check_gradient_sources(kOp, input, constants, activation, negative_slope)};
   through.constants = static_cast<const double*>(to_data(constants));
 
   Tensor grad_input = allocate_like(input);

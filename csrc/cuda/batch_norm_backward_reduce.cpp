@@ -21,15 +21,13 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
   check_statistics(op, "invstd", invstd, channels, input);
   check_grad_dtype(op, "weight_dtype", weight_dtype);
   check_grad_dtype(op, "bias_dtype", bias_dtype);
-  Through through{to_activation(op, activation, negative_slope)};
-  check_constants(op, constants, input);
-  check_like_input(op, "residual", residual, input, geometry);
-  check_like_input(op, "output", output, input, geometry);
+  Through through;
   if (grad_residual.has_value()) {
-    check_residual_sources(op, through.activation, constants, residual, output);
+    through.activation = check_residual_sources(op, input, geometry, constants, activation,
+                                                negative_slope, residual, output);
     through.grad_residual = grad_residual->mutable_data_ptr();
   } else {
-    check_gradient_sources(op, through.activation, constants);
+    through.activation = check_gradient_sources(op, input, constants, activation, negative_slope);
   }
   through.constants = static_cast<const double*>(to_data(constants));
   through.residual = to_data(residual);
