@@ -10,6 +10,8 @@
 
 namespace syncbn {
 
+// Made of expressions: a pack with a name that is used twice is copied through memory, in pieces,
+// by GCC 12 where it compiles for AVX2.
 template <typename V>
 struct Term {
   V weight;
@@ -77,12 +79,11 @@ struct GradTermsThrough {
                                                  activation};
     }
     SYNCBN_HOST_DEVICE SYNCBN_INLINE Term<V> operator()(const V (&inputs)[kInputs]) const {
-      const V deviation = inputs[1] - center;
-      V z = multiply_add(deviation, scale, shift);
+      V z = multiply_add(inputs[1] - center, scale, shift);
       if constexpr (kWithResidual) {
         z = z + inputs[2];
       }
-      return {activation.gradient(inputs[0], z), deviation};
+      return {activation.gradient(inputs[0], z), inputs[1] - center};
     }
   };
 };

@@ -18,10 +18,10 @@ namespace syncbn::cpu {
 // Packs or rows that are added up without a carry; a power of two.
 constexpr int kGroup = 8;
 
-// The distance at which planes are read ahead, measured: the statistics, which read a single
-// stream, get half of the bandwidth of memory without; two streams from memory get less if it is
-// further.
-constexpr int64_t ahead_bytes(int inputs) { return inputs == 1 ? 4096 : 1024; }
+// Whether memory is read ahead, measured: with vectors of a whole line the processor does it by
+// itself, and is slowed down if it is asked to.
+template <typename Isa>
+constexpr bool kReadsAhead = Isa::kVectorBytes < kLine;
 
 // Kahan summation of V, a pack or a vector.
 template <typename V>
@@ -123,14 +123,14 @@ struct PackSums {
       return sum;
     }
   }
-  template <int kPacks, Ahead kAhead>
+  template <int kPacks>
   static SYNCBN_INLINE void prefetch_packs(const Tensors& tensors, int64_t at, int64_t stride) {
     for (int i = 0; i < kPacks; ++i) {
       for (const T* input : tensors.inputs) {
-        prefetch_pack<P, kAhead>(input + at + i * stride);
+        prefetch_pack<P, Ahead::kAllLines>(input + at + i * stride);
       }
       if constexpr (Formula<T>::kStores) {
-        prefetch_pack<P, kAhead, /*kToWrite=*/true>(tensors.output + at + i * stride);
+        prefetch_pack<P, Ahead::kAllLines, /*kToWrite=*/true>(tensors.output + at + i * stride);
       }
     }
   }
@@ -156,8 +156,10 @@ SYNCBN_INLINE void planar_sums(const SummedTensors<Formula, T>& tensors, const G
     const int64_t end = spans.offset + n;
     int64_t at = spans.offset;
     for (; at + kGroup * kSize <= end; at += kGroup * kSize) {
-      constexpr int64_t kAhead = ahead_bytes(Formula<T>::kInputs) / sizeof(T);
-      Packs::template prefetch_packs<kGroup, Ahead::kFirstLine>(tensors, at + kAhead, kSize);
+      if constexpr (kReadsAhead<Isa> && Formula<T>::kInputs == 1) {  // several streams do without
+        constexpr int64_t kAhead = 2 * kPrefetchBytes / sizeof(T);
+        Packs::template prefetch_packs<kGroup>(tensors, at + kAhead, kSize);
+      }
       const Packs group = Packs::template load_packs<kGroup>(tensors, formula, at, kSize);
       weight_sum.add(group.weights.low + group.weights.high);
       product_sum.add(group.products.low + group.products.high);
@@ -230,9 +232,10 @@ SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t
   if (!columns.narrow()) {
     for (; row + kGroup <= rows; row += kGroup) {
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
-        const int64_t ahead = (row + rows_ahead) * stride + (adjoin ? kGroup * lane : lane);
-        Packs::template prefetch_packs<kGroup, Ahead::kAllLines>(tensors, ahead,
-                                                                 adjoin ? kSize : stride);
+        if constexpr (kReadsAhead<Isa>) {
+          const int64_t ahead = (row + rows_ahead) * stride + (adjoin ? kGroup * lane : lane);
+          Packs::template prefetch_packs<kGroup>(tensors, ahead, adjoin ? kSize : stride);
+        }
         const int64_t at = row * stride + std::min(lane, width - kSize);
         add(lane, Packs::template load_packs<kGroup>(tensors, formula_of_lanes(lane), at, stride));
       }
