@@ -126,7 +126,12 @@ def three_ranks(ranks: Callable[..., Ranks]) -> Ranks:
     return ranks(3)
 
 
-@pytest.fixture(scope="session", params=["source"] if emulated.IS_SANITIZED else ["source", "ptx"])
+FROM_SOURCE = pytest.param("source", marks=pytest.mark.any_torch)
+
+
+@pytest.fixture(
+    scope="session", params=[FROM_SOURCE] if emulated.IS_SANITIZED else [FROM_SOURCE, "ptx"]
+)
 def library(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ctypes.CDLL:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from emulated import EMULATION, ORDERS, PLAIN, SANITIZED, compile_cxx
 
+pytestmark = pytest.mark.any_torch
+
 # Faults of sample_kernels.cpp, and what is said about them.
 FAULTS = {
     "missing_threadfence": "signals other blocks without a fence behind the stores of its block",

@@ -229,6 +229,7 @@ def test_ranks_train_as_one_whole_batch(library, dtype, layout, sizes, multiproc
         assert tracked.item() == 1
 
 
+@pytest.mark.any_torch
 @pytest.mark.skipif(IS_SANITIZED, reason="this is what it runs")
 def test_address_sanitizer_finds_no_access_outside_of_a_tensor():
     """In a process of its own. A tensor is an allocation there, with nothing behind it."""

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import operator_times
 import pytest
 
 from syncbn._extension import build_info
+
+pytestmark = pytest.mark.any_torch  # the binaries are the same with all
 
 TESTS = Path(__file__).parent
 OPERATORS = [*sorted(TESTS.glob("test_batch_norm_*.py")), TESTS / "test_streaming.py"]
@@ -63,3 +66,24 @@ def test_ranks_with_different_processors_get_the_same_running_statistics():
     bits = [run_with(level.lower(), "-c", RUNNING_STATISTICS) for level in LEVELS[: highest + 1]]
     assert all(run.returncode == 0 and run.stdout for run in bits), bits[0].stderr
     assert len({run.stdout for run in bits}) == 1
+
+
+def test_wider_vectors_are_not_slower():
+    """A compiler may copy vectors of one width through memory, piece by piece, as GCC 12 did."""
+    highest = LEVELS.index(build_info["instruction_set"])
+    if highest == 0:
+        pytest.skip("this processor has the baseline alone")
+    runs = [run_with(level.lower(), operator_times.__file__) for level in LEVELS[: highest + 1]]
+    assert all(run.returncode == 0 and run.stdout for run in runs), runs[0].stderr
+    baseline, *wider = [
+        {case: float(time) for case, time in (line.split(": ") for line in run.stdout.splitlines())}
+        for run in runs
+    ]
+    slower = {
+        f"{case} with {level}": f"{times[case] / baseline[case]:.2f} of the baseline's time"
+        for level, times in zip(LEVELS[1:], wider, strict=False)
+        for case in baseline
+        # Measured: 0.97 at most, and up to 4 with that fault.
+        if times[case] > 1.5 * baseline[case]
+    }
+    assert not slower

@@ -15,6 +15,8 @@ from benchmarks.cases import CUDA_SUITES
 from tools import gpu_check
 from tools.gpu_check import Part
 
+pytestmark = pytest.mark.any_torch
+
 # As the program "pytest": the current folder's syncbn does not hide the installed one.
 LAST = "import sys; sys.path.append(sys.path.pop(0)); import pytest; sys.exit(pytest.main())"
 PYTEST = [sys.executable, "-c", LAST]
