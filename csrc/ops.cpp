@@ -71,17 +71,17 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "Tensor? constants=None, int activation=0, float negative_slope=0) "
       "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)");
 
-  // The same where a residual has been added before an activation.
+  // The same where a residual has been added before an activation, whose gradient is dz; and, on
+  // CPUs, of SiLU without one, where storing dz takes less time than computing it again.
   //   residual, constants
   //                with SiLU, those of batch_norm_apply, for z to be computed again.
   //   output       with ReLU and leaky ReLU, that of batch_norm_apply, which has the sign of z.
-  //   grad_residual
-  //                input's shape, dtype and layout: dz, rounded. The sums are of unrounded dz.
+  //   dz           input's shape, dtype and layout, rounded. The sums are of unrounded dz.
   m.def(
-      "batch_norm_backward_reduce_residual(Tensor grad_output, Tensor input, Tensor mean, "
+      "batch_norm_backward_reduce_dz(Tensor grad_output, Tensor input, Tensor mean, "
       "Tensor invstd, ScalarType weight_dtype, ScalarType bias_dtype, float? tag, float outlook, "
       "Tensor? constants, int activation, float negative_slope, Tensor? residual, Tensor? output) "
-      "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor grad_residual)");
+      "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor dz)");
 
   // The gradient of the input.
   //   sums         those of batch_norm_backward_reduce, summed over all ranks.
@@ -90,8 +90,8 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   //                those of batch_norm_apply; constants only with an activation.
   //   grad_input   input's shape, dtype and layout:
   //                (dz - sum(dz) / count - xhat * sum(dz * xhat) / count) * weight * invstd,
-  //                with dz as above. With a residual and an activation, grad_residual is given for
-  //                grad_output and no activation.
+  //                with dz as above. Where it has been stored, it is given for grad_output
+  //                and no activation.
   // With tag_sum, sums are of length 2C+4 and judged as totals are in batch_norm_apply.
   m.def(
       "batch_norm_backward_apply(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "

@@ -117,10 +117,13 @@ class Through(NamedTuple):
     output: Tensor | None
     bias: Tensor | None
 
-    @property
-    def has_residual(self) -> bool:
-        """Whether a residual has been added before the activation."""
-        return self.residual is not None or self.output is not None
+    def is_stored(self, input: Tensor) -> bool:
+        """Whether dz is computed once: as the gradient of a residual, and for SiLU on CPUs.
+
+        There storing it takes less time than computing it again from grad_output and input.
+        """
+        has_residual = self.residual is not None or self.output is not None
+        return has_residual or (self.activation == "silu" and input.is_cpu)
 
     def for_operators(self) -> tuple[Tensor | None, int, float]:
         """Return constants, activation and slope as the operators take them."""

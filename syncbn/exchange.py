@@ -116,8 +116,7 @@ def start_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Record | None]:
     """Return grad_output, dense; the results of batch_norm_backward_reduce; and the record.
 
-    Where a residual has been added, its gradient takes the place of grad_output. A rank that runs
-    out of memory withdraws.
+    Where dz is stored, it takes the place of grad_output. A rank that runs out of memory withdraws.
 
     Raises:
         RuntimeError: As :func:`start_forward`.
@@ -134,10 +133,10 @@ def start_backward(
         operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, *announcement)
         if through is None:
             sums, *gradients = ops.batch_norm_backward_reduce(*operands)
-        elif not through.has_residual:
+        elif not through.is_stored(input):
             sums, *gradients = ops.batch_norm_backward_reduce(*operands, *through.for_operators())
         else:
-            sums, *gradients, grad_output = ops.batch_norm_backward_reduce_residual(
+            sums, *gradients, grad_output = ops.batch_norm_backward_reduce_dz(
                 *operands, *through.for_operators(), through.residual, through.output
             )
     except Exception as error:

@@ -14,7 +14,7 @@ __all__ = [
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_reduce",
-    "batch_norm_backward_reduce_residual",
+    "batch_norm_backward_reduce_dz",
     "batch_norm_stats",
 ]
 
@@ -22,7 +22,7 @@ __all__ = [
 _batch_norm_stats = torch.ops.syncbn.batch_norm_stats.default
 _batch_norm_apply = torch.ops.syncbn.batch_norm_apply.default
 _batch_norm_backward_reduce = torch.ops.syncbn.batch_norm_backward_reduce.default
-_batch_norm_backward_reduce_residual = torch.ops.syncbn.batch_norm_backward_reduce_residual.default
+_batch_norm_backward_reduce_dz = torch.ops.syncbn.batch_norm_backward_reduce_dz.default
 _batch_norm_backward_apply = torch.ops.syncbn.batch_norm_backward_apply.default
 
 
@@ -136,7 +136,7 @@ def batch_norm_backward_reduce(
     return results
 
 
-def batch_norm_backward_reduce_residual(
+def batch_norm_backward_reduce_dz(
     grad_output: Tensor,
     input: Tensor,
     mean: Tensor,
@@ -147,12 +147,12 @@ def batch_norm_backward_reduce_residual(
     outlook: float,
     *fused: Fused,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what :func:`batch_norm_backward_reduce` does, and dz, the gradient of the residual.
+    """Compute what :func:`batch_norm_backward_reduce` does, and store dz.
 
     ``fused`` are constants, activation, negative_slope, residual and output.
     """
     try:
-        results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_backward_reduce_residual(
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_backward_reduce_dz(
             grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook, *fused
         )
     except RuntimeError as error:
@@ -187,7 +187,7 @@ def batch_norm_backward_apply(
 
 # Their results never require a gradient: the callers give it.
 _library = torch.library.Library("syncbn", "IMPL", "Autograd")
-_NAMES = ("stats", "apply", "backward_reduce", "backward_reduce_residual", "backward_apply")
+_NAMES = ("stats", "apply", "backward_reduce", "backward_reduce_dz", "backward_apply")
 for _name in _NAMES:
     _library.impl(f"batch_norm_{_name}", torch.library.fallthrough_kernel)
 
@@ -257,7 +257,7 @@ def _(
     )
 
 
-@torch.library.register_fake("syncbn::batch_norm_backward_reduce_residual")
+@torch.library.register_fake("syncbn::batch_norm_backward_reduce_dz")
 def _(
     grad_output: Tensor,
     input: Tensor,

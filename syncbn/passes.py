@@ -100,7 +100,7 @@ def backward(
         sums = exchange.sum_over_ranks(sums, group, record)
         if needs_grad_input:
             judge = exchange.judge_for(sums, group, record)
-            has_gone = through is None or through.has_residual  # through it already
+            has_gone = through is None or through.is_stored(input)  # through it already
             source = () if through is None or has_gone else through.for_operators()
             try:
                 grad_input = ops.batch_norm_backward_apply(

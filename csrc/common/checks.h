@@ -181,13 +181,14 @@ inline ActivationChoice check_gradient_sources(const char* op, const Tensor& inp
   return choice;
 }
 
-// The same where one was.
-inline ActivationChoice check_residual_sources(const char* op, const Tensor& input,
-                                               const Geometry& geometry,
-                                               const std::optional<Tensor>& constants,
-                                               int64_t activation, double negative_slope,
-                                               const std::optional<Tensor>& residual,
-                                               const std::optional<Tensor>& output) {
+// The same where it is stored, being that of a residual as well, or SiLU's, which is not to be
+// computed twice.
+inline ActivationChoice check_stored_sources(const char* op, const Tensor& input,
+                                             const Geometry& geometry,
+                                             const std::optional<Tensor>& constants,
+                                             int64_t activation, double negative_slope,
+                                             const std::optional<Tensor>& residual,
+                                             const std::optional<Tensor>& output) {
   const ActivationChoice choice = to_activation(op, activation, negative_slope);
   check_constants(op, constants, input);
   check_like_input(op, "residual", residual, input, geometry);
@@ -195,9 +196,9 @@ inline ActivationChoice check_residual_sources(const char* op, const Tensor& inp
   SYNCBN_CHECK(choice.kind != Activation::kNone, op,
                ": expected an activation; without one grad_output is the residual's gradient");
   const bool is_silu = choice.kind == Activation::kSilu;
-  SYNCBN_CHECK(constants.has_value() == is_silu && residual.has_value() == is_silu &&
+  SYNCBN_CHECK(constants.has_value() == is_silu && (is_silu || !residual.has_value()) &&
                    output.has_value() != is_silu,
-               op, ": expected constants and residual with SiLU, output with ReLU and leaky ReLU");
+               op, ": expected constants with SiLU, output with ReLU and leaky ReLU");
   return choice;
 }
 

@@ -59,13 +59,13 @@ struct GradTerms {
 
 // Through an activation, whose argument is computed again: of dy, x and, where there is one, the
 // residual.
-template <typename Act, bool kWithResidual>
+template <typename Act, bool kWithResidual, bool kStoresGradient = kWithResidual>
 struct GradTermsThrough {
   template <typename V>
   struct Formula {
     static constexpr int kInputs = kWithResidual ? 3 : 2;
     static constexpr int kConstants = 3;
-    static constexpr bool kStores = kWithResidual;
+    static constexpr bool kStores = kStoresGradient;
     static constexpr bool kIsLong = Act::kIsLong;
 
     V center;

@@ -72,13 +72,13 @@ void sum_segments(const Geometry& geometry, const Partition& partition,
   });
 }
 
-// Both operators: that with a residual has allocated its gradient.
+// Both operators: that of dz has allocated it to be `stored`.
 std::tuple<Tensor, Tensor, Tensor> reduce(
     const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& mean,
     const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag,
     double outlook, const std::optional<Tensor>& constants, int64_t activation,
     double negative_slope, const std::optional<Tensor>& residual = {},
-    const std::optional<Tensor>& output = {}, const std::optional<Tensor>& grad_residual = {}) {
+    const std::optional<Tensor>& output = {}, const std::optional<Tensor>& stored = {}) {
   const Geometry geometry = check_input(op, "input", input);
   const int64_t channels = geometry.channels;
   check_like_input(op, "grad_output", grad_output, input, geometry);
@@ -87,10 +87,9 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
   check_grad_dtype(op, "weight_dtype", weight_dtype);
   check_grad_dtype(op, "bias_dtype", bias_dtype);
   const ActivationChoice choice =
-      grad_residual.has_value()
-          ? check_residual_sources(op, input, geometry, constants, activation, negative_slope,
-                                   residual, output)
-          : check_gradient_sources(op, input, constants, activation, negative_slope);
+      stored.has_value() ? check_stored_sources(op, input, geometry, constants, activation,
+                                                negative_slope, residual, output)
+                         : check_gradient_sources(op, input, constants, activation, negative_slope);
 
   const Partition partition(geometry);
   const auto* means = static_cast<const double*>(mean.const_data_ptr());
@@ -107,8 +106,8 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
     const auto* dy = static_cast<const T*>(grad_output.const_data_ptr());
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     T* dz = nullptr;
-    if (grad_residual.has_value()) {
-      dz = static_cast<T*>(grad_residual->mutable_data_ptr());
+    if (stored.has_value()) {
+      dz = static_cast<T*>(stored->mutable_data_ptr());
     }
     const auto data = [](const std::optional<Tensor>& tensor) {
       return static_cast<const T*>(tensor->const_data_ptr());
@@ -125,6 +124,11 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
           sum_segments<GradTermsThrough<Act, true>::template Formula, T>(
               geometry, partition, {{dy, x, data(residual)}, dz}, {means, scales, shifts, act}, g,
               d);
+          return;
+        }
+        if (stored.has_value()) {
+          sum_segments<GradTermsThrough<Act, false, true>::template Formula, T>(
+              geometry, partition, {{dy, x}, dz}, {means, scales, shifts, act}, g, d);
           return;
         }
       } else if (output.has_value()) {
@@ -176,18 +180,18 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
                 weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_residual(
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
     std::optional<Tensor> constants, int64_t activation, double negative_slope,
     std::optional<Tensor> residual, std::optional<Tensor> output) {
-  constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_residual";
+  constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_dz";
   check_input(kOp, "input", input);
-  const Tensor grad_residual = allocate_like(input);
+  const Tensor dz = allocate_like(input);
   auto [sums, grad_weight, grad_bias] =
       reduce(kOp, grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook,
-             constants, activation, negative_slope, residual, output, grad_residual);
-  return {sums, grad_weight, grad_bias, grad_residual};
+             constants, activation, negative_slope, residual, output, dz);
+  return {sums, grad_weight, grad_bias, dz};
 }
 
 }  // namespace
@@ -195,6 +199,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_residual(
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
   m.impl("batch_norm_backward_reduce", TORCH_BOX(&syncbn::cpu::batch_norm_backward_reduce));
-  m.impl("batch_norm_backward_reduce_residual",
-         TORCH_BOX(&syncbn::cpu::batch_norm_backward_reduce_residual));
+  m.impl("batch_norm_backward_reduce_dz", TORCH_BOX(&syncbn::cpu::batch_norm_backward_reduce_dz));
 }

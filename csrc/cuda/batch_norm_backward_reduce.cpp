@@ -6,13 +6,13 @@
 namespace syncbn::cuda {
 namespace {
 
-// Both operators: that with a residual has allocated its gradient.
+// Both operators: that of dz has allocated it.
 std::tuple<Tensor, Tensor, Tensor> reduce(
     const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& mean,
     const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag,
     double outlook, const std::optional<Tensor>& constants, int64_t activation,
     double negative_slope, const std::optional<Tensor>& residual = {},
-    const std::optional<Tensor>& output = {}, const std::optional<Tensor>& grad_residual = {}) {
+    const std::optional<Tensor>& output = {}, const std::optional<Tensor>& dz = {}) {
   const Device device(input);
   const Geometry geometry = check_input(op, "input", input);
   const int64_t channels = geometry.channels;
@@ -22,10 +22,12 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
   check_grad_dtype(op, "weight_dtype", weight_dtype);
   check_grad_dtype(op, "bias_dtype", bias_dtype);
   Through through;
-  if (grad_residual.has_value()) {
-    through.activation = check_residual_sources(op, input, geometry, constants, activation,
-                                                negative_slope, residual, output);
-    through.grad_residual = grad_residual->mutable_data_ptr();
+  if (dz.has_value()) {
+    through.activation = check_stored_sources(op, input, geometry, constants, activation,
+                                              negative_slope, residual, output);
+    SYNCBN_CHECK(residual.has_value() || output.has_value(), op,
+                 ": expected a residual; without one CUDA kernels store no gradient");
+    through.dz = dz->mutable_data_ptr();
   } else {
     through.activation = check_gradient_sources(op, input, constants, activation, negative_slope);
   }
@@ -41,9 +43,9 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
 
   const void* dy = grad_output.const_data_ptr();
   const void* x = input.const_data_ptr();
-  const Plan plan = make_plan(geometry, to_dtype(input.scalar_type()),
-                              {dy, x, through.residual, through.output, through.grad_residual},
-                              device.multiprocessors());
+  const Plan plan =
+      make_plan(geometry, to_dtype(input.scalar_type()),
+                {dy, x, through.residual, through.output, through.dz}, device.multiprocessors());
   std::vector<Tensor> keep_alive;
   launch_batch_norm_backward_reduce(
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
@@ -61,19 +63,19 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
                 weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_residual(
+std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
     std::optional<Tensor> constants, int64_t activation, double negative_slope,
     std::optional<Tensor> residual, std::optional<Tensor> output) {
-  constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_residual";
+  constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_dz";
   const Device device(input);
   check_input(kOp, "input", input);
-  const Tensor grad_residual = allocate_like(input);
+  const Tensor dz = allocate_like(input);
   auto [sums, grad_weight, grad_bias] =
       reduce(kOp, grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook,
-             constants, activation, negative_slope, residual, output, grad_residual);
-  return {sums, grad_weight, grad_bias, grad_residual};
+             constants, activation, negative_slope, residual, output, dz);
+  return {sums, grad_weight, grad_bias, dz};
 }
 
 }  // namespace
@@ -81,6 +83,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_residual(
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {
   m.impl("batch_norm_backward_reduce", TORCH_BOX(&syncbn::cuda::batch_norm_backward_reduce));
-  m.impl("batch_norm_backward_reduce_residual",
-         TORCH_BOX(&syncbn::cuda::batch_norm_backward_reduce_residual));
+  m.impl("batch_norm_backward_reduce_dz", TORCH_BOX(&syncbn::cuda::batch_norm_backward_reduce_dz));
 }

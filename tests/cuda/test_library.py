@@ -20,7 +20,7 @@ OPERATORS = (
     "batch_norm_apply",
     "batch_norm_backward_apply",
     "batch_norm_backward_reduce",
-    "batch_norm_backward_reduce_residual",
+    "batch_norm_backward_reduce_dz",
     "batch_norm_stats",
 )
 

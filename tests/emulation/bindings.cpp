@@ -113,8 +113,8 @@ const char* batch_norm_backward_reduce(const Call* call, const void* grad_output
                                        const ChannelVector* grad_bias,
                                        const Announcement* announcement, const Through* through) {
   return run(*call, [&] {
-    const Plan plan = plan_of(
-        *call, {grad_output, input, through->residual, through->output, through->grad_residual});
+    const Plan plan =
+        plan_of(*call, {grad_output, input, through->residual, through->output, through->dz});
     with_workspace(plan, [&](Workspace workspace) {
       launch_batch_norm_backward_reduce(plan, nullptr, grad_output, input, mean, invstd, sums,
                                         *announcement, *grad_weight, *grad_bias, workspace,

@@ -76,7 +76,7 @@ def run_kernels(device, operands, activation):
             if activation == "silu"
             else (None, *through[1:], None, output)
         )
-        sums, *gradients, dz = device.batch_norm_backward_reduce_residual(
+        sums, *gradients, dz = device.batch_norm_backward_reduce_dz(
             dy, x, mean, invstd, *parameters, None, 0.0, *sources
         )
         through = ()
@@ -234,7 +234,7 @@ def test_special_values_as_torch_treats_them(library, channels, activation, slop
         # Two approximations' roundings; SiLU of 1e-45 is half of it, of which no number is.
         torch.testing.assert_close(output, expected.detach(), equal_nan=True, rtol=1e-6, atol=1e-44)
         sources = (constants, residual, None) if activation == "silu" else (None, None, output)
-        *_, grad_residual = device.batch_norm_backward_reduce_residual(
+        *_, grad_residual = device.batch_norm_backward_reduce_dz(
             torch.full_like(zeros, dz),
             zeros,
             mean,
@@ -278,7 +278,7 @@ def test_every_value_counts_once(library, dtype):
         dy, x, output = torch.randint(0, 4, (3, *shape), generator=generator).to(dtype)
         tensors = [placed(to_layout(t, layout), 0) for t in (dy, x, output - 1)]
         zeros, ones = torch.zeros(channels).double(), torch.ones(channels).double()
-        sums, _, _, dz = device.batch_norm_backward_reduce_residual(
+        sums, _, _, dz = device.batch_norm_backward_reduce_dz(
             *tensors[:2],
             zeros,
             ones,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import make_input
+from cases import make_input, per_channel
 
 from syncbn import ops
 
@@ -114,9 +114,7 @@ def test_operators_pass_opcheck(activation):
     sources = (constants, activation, 0.1, x.clone(), None)
     if activation != SILU:
         sources = (None, activation, 0.1, None, output)
-    torch.library.opcheck(
-        operators.batch_norm_backward_reduce_residual.default, (*operands, *sources)
-    )
+    torch.library.opcheck(operators.batch_norm_backward_reduce_dz.default, (*operands, *sources))
 
 
 def test_arguments_that_do_not_fit():
@@ -138,11 +136,31 @@ def test_arguments_that_do_not_fit():
         ops.batch_norm_backward_reduce(*operands, None, RELU, 0.0)
     with pytest.raises(RuntimeError, match="constants with an activation, and without one none"):
         ops.batch_norm_backward_reduce(*operands, constants, NONE, 0.0)
-    residual = ops.batch_norm_backward_reduce_residual
+    residual = ops.batch_norm_backward_reduce_dz
     with pytest.raises(RuntimeError, match="expected an activation"):
         residual(*operands, None, NONE, 0.0, None, output)
     for sources in [(constants, SILU, 0.0, None, output), (None, RELU, 0.0, x, None)]:
-        with pytest.raises(RuntimeError, match="constants and residual with SiLU, output with"):
+        with pytest.raises(RuntimeError, match="expected constants with SiLU, output with ReLU"):
             residual(*operands, *sources)
     with pytest.raises(RuntimeError, match=r"output to have shape \[4, 3, 5\]"):
         residual(*operands, None, RELU, 0.0, None, output[:2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_stored_gradient_of_silu_without_a_residual(dtype, layout):
+    x = make_input((4, 67, 5, 7), layout, dtype)
+    operands, constants, _, _ = reduce_arguments(x, SILU)
+    fused = (constants, SILU, 0.0)
+    *results, dz = ops.batch_norm_backward_reduce_dz(*operands, *fused, None, None)
+    for actual, expected in zip(
+        results, ops.batch_norm_backward_reduce(*operands, *fused), strict=True
+    ):
+        assert torch.equal(actual, expected)  # sums of unrounded dz
+    dy, _, mean, invstd, *_ = operands
+    z = ((x.double() - per_channel(mean, x)) * per_channel(invstd, x)).requires_grad_()
+    F.silu(z).backward(dy.double())
+    # One rounding to the dtype, and a dozen to the type it is computed in, of values up to four.
+    computed = torch.float64 if dtype == torch.float64 else torch.float32
+    atol = 50 * torch.finfo(computed).eps
+    torch.testing.assert_close(dz.double(), z.grad, rtol=torch.finfo(dtype).eps, atol=atol)

@@ -11,9 +11,9 @@ from syncbn import ops
 
 # Operators, and those that differ with a residual and an activation.
 OPS = ["batch_norm_stats", "batch_norm_apply", "batch_norm_backward_reduce"]
-OPS += ["batch_norm_backward_apply", "batch_norm_backward_reduce_residual"]
+OPS += ["batch_norm_backward_apply", "batch_norm_backward_reduce_dz"]
 OPS += ["batch_norm_apply fused", "batch_norm_backward_reduce fused"]
-OPS += ["batch_norm_backward_apply fused", "batch_norm_backward_reduce_residual of SiLU"]
+OPS += ["batch_norm_backward_apply fused", "batch_norm_backward_reduce_dz of SiLU"]
 RELU, SILU = 1, 3
 # Those of compiled graphs, which are written in Python over the others.
 COMPILED_OPS = ["compiled_stats", "compiled_update", "compiled_backward_reduce"]
@@ -91,11 +91,11 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_apply fused": (*apply, None, None, other, SILU, 0.0, constants),
         "batch_norm_backward_reduce": reduce,
         "batch_norm_backward_reduce fused": (*reduce, None, 0.0, constants, RELU, 0.0),
-        "batch_norm_backward_reduce_residual": (
+        "batch_norm_backward_reduce_dz": (
             *(*reduce, None, 0.0),
             *(None, RELU, 0.0, None, other),
         ),
-        "batch_norm_backward_reduce_residual of SiLU": (
+        "batch_norm_backward_reduce_dz of SiLU": (
             *(*reduce, None, 0.0),
             *(constants, SILU, 0.0, other, None),
         ),

@@ -163,7 +163,7 @@ class Through(ctypes.Structure):
         ("constants", ctypes.c_void_p),
         ("residual", ctypes.c_void_p),
         ("output", ctypes.c_void_p),
-        ("grad_residual", ctypes.c_void_p),
+        ("dz", ctypes.c_void_p),
     )
 
 
@@ -307,7 +307,7 @@ class Device:
         operands = (grad_output, input, mean, invstd)
         return self._reduce(operands, weight_dtype, bias_dtype, tag, outlook, through)
 
-    def batch_norm_backward_reduce_residual(
+    def batch_norm_backward_reduce_dz(
         self,
         grad_output: Tensor,
         input: Tensor,
@@ -323,13 +323,13 @@ class Device:
         residual: Tensor | None,
         output: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        grad_residual = with_margins(input)
-        tensors = map(pointer, (constants, residual, output, grad_residual))
+        dz = with_margins(input)
+        tensors = map(pointer, (constants, residual, output, dz))
         through = Through(Activation(activation, negative_slope), *tensors)
         operands = (grad_output, input, mean, invstd)
         results = self._reduce(operands, weight_dtype, bias_dtype, tag, outlook, through)
-        assert_margins_untouched(grad_residual)
-        return *results, grad_residual
+        assert_margins_untouched(dz)
+        return *results, dz
 
     def _reduce(
         self,

@@ -35,7 +35,7 @@ def calls(x: Tensor, activation: int, with_residual: bool) -> Iterator[tuple[str
     if activation and with_residual:
         sources = (constants, x, None) if activation == SILU else (None, None, output)
         arguments = (*reduction, sources[0], activation, 0.0, *sources[1:])
-        yield "backward_reduce", lambda: own.batch_norm_backward_reduce_residual(*arguments)
+        yield "backward_reduce", lambda: own.batch_norm_backward_reduce_dz(*arguments)
     elif not with_residual:
         passed = {"constants": constants, **following}
         sums = own.batch_norm_backward_reduce(*reduction, **passed)[0]

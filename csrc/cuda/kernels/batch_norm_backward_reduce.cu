@@ -295,13 +295,13 @@ void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const voi
                        function(GradTerms<typename decltype(type)::type>{});
                      });
   } else if (through.residual != nullptr) {  // SiLU's
-    launch_reduction(plan, stream, {grad_output, input, through.residual}, through.grad_residual,
-                     out, [](auto type, const auto& function) {
+    launch_reduction(plan, stream, {grad_output, input, through.residual}, through.dz, out,
+                     [](auto type, const auto& function) {
                        using A = typename decltype(type)::type;
                        function(typename GradTermsThrough<Silu, true>::template Formula<A>{});
                      });
   } else if (through.output != nullptr) {  // that of the others
-    launch_reduction(plan, stream, {grad_output, input, through.output}, through.grad_residual, out,
+    launch_reduction(plan, stream, {grad_output, input, through.output}, through.dz, out,
                      [&](auto type, const auto& function) {
                        using A = typename decltype(type)::type;
                        const auto activation =

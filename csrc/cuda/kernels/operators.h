@@ -62,7 +62,7 @@ struct Through {
   const double* constants = nullptr;
   const void* residual = nullptr;
   const void* output = nullptr;
-  void* grad_residual = nullptr;
+  void* dz = nullptr;
 };
 
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
