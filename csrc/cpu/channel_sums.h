@@ -18,11 +18,6 @@ namespace syncbn::cpu {
 // Packs or rows that are added up without a carry; a power of two.
 constexpr int kGroup = 8;
 
-// Whether memory is read ahead, measured: with vectors of a whole line the processor does it by
-// itself, and is slowed down if it is asked to.
-template <typename Isa>
-constexpr bool kReadsAhead = Isa::kVectorBytes < kLine;
-
 // Kahan summation of V, a pack or a vector.
 template <typename V>
 struct CompensatedSum {
@@ -123,17 +118,6 @@ struct PackSums {
       return sum;
     }
   }
-  template <int kPacks>
-  static SYNCBN_INLINE void prefetch_packs(const Tensors& tensors, int64_t at, int64_t stride) {
-    for (int i = 0; i < kPacks; ++i) {
-      for (const T* input : tensors.inputs) {
-        prefetch_pack<P, Ahead::kAllLines>(input + at + i * stride);
-      }
-      if constexpr (Formula<T>::kStores) {
-        prefetch_pack<P, Ahead::kAllLines, /*kToWrite=*/true>(tensors.output + at + i * stride);
-      }
-    }
-  }
   SYNCBN_INLINE void add(const PackSums& other) {
     weights = weights + other.weights;
     products = products + other.products;
@@ -156,9 +140,12 @@ SYNCBN_INLINE void planar_sums(const SummedTensors<Formula, T>& tensors, const G
     const int64_t end = spans.offset + n;
     int64_t at = spans.offset;
     for (; at + kGroup * kSize <= end; at += kGroup * kSize) {
-      if constexpr (kReadsAhead<Isa> && Formula<T>::kInputs == 1) {  // several streams do without
+      // A single stream is read ahead, unless by vectors of a whole line; measured.
+      if constexpr (Isa::kVectorBytes < kLine && Formula<T>::kInputs == 1) {
         constexpr int64_t kAhead = 2 * kPrefetchBytes / sizeof(T);
-        Packs::template prefetch_packs<kGroup>(tensors, at + kAhead, kSize);
+        for (int i = 0; i < kGroup; ++i) {
+          prefetch_pack<P, Ahead::kAllLines>(tensors.inputs[0] + at + kAhead + i * kSize);
+        }
       }
       const Packs group = Packs::template load_packs<kGroup>(tensors, formula, at, kSize);
       weight_sum.add(group.weights.low + group.weights.high);
@@ -224,24 +211,40 @@ SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t
     product_sum.sum.write(sums[2] + lane);
     product_sum.lost.write(sums[3] + lane);
   };
-  // A group of rows is taken side by side, but those after it are read ahead one after another, if
-  // they lie so: memory is fastest that way.
-  const bool adjoin = stride == width;
-  const int64_t rows_ahead = round_up(ceil_div(kPrefetchBytes / sizeof(T), width), kGroup);
-  int64_t row = 0;
-  if (!columns.narrow()) {
-    for (; row + kGroup <= rows; row += kGroup) {
+  const int64_t groups = columns.narrow() ? 0 : rows / kGroup;
+  if constexpr (Formula<T>::kStores) {
+    // In the order of memory: writing at several places takes twice as long, measured.
+    alignas(64) A group_sums[2][kMaxColumns];
+    for (int64_t row = 0; row < groups * kGroup; ++row) {
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
-        if constexpr (kReadsAhead<Isa>) {
-          const int64_t ahead = (row + rows_ahead) * stride + (adjoin ? kGroup * lane : lane);
-          Packs::template prefetch_packs<kGroup>(tensors, ahead, adjoin ? kSize : stride);
-        }
         const int64_t at = row * stride + std::min(lane, width - kSize);
-        add(lane, Packs::template load_packs<kGroup>(tensors, formula_of_lanes(lane), at, stride));
+        Packs group = Packs::load_pack(tensors, formula_of_lanes(lane), at);
+        if (row % kGroup > 0) {
+          group.add({P::read(group_sums[0] + lane), P::read(group_sums[1] + lane)});
+        }
+        if (row % kGroup < kGroup - 1) {
+          group.weights.write(group_sums[0] + lane);
+          group.products.write(group_sums[1] + lane);
+        } else {
+          add(lane, group);
+        }
+      }
+    }
+  } else {
+    // Rows that adjoin are read as kGroup streams, each in the order of memory, which processors
+    // read ahead by themselves. Neighboring rows side by side take up to twice as long, measured.
+    const bool adjoin = stride == width;
+    const int64_t between_rows = adjoin ? groups * stride : stride;
+    const int64_t between_groups = adjoin ? stride : kGroup * stride;
+    for (int64_t group = 0; group < groups; ++group) {
+      for (int64_t lane = 0; lane < lanes; lane += kSize) {
+        const int64_t at = group * between_groups + std::min(lane, width - kSize);
+        add(lane,
+            Packs::template load_packs<kGroup>(tensors, formula_of_lanes(lane), at, between_rows));
       }
     }
   }
-  for (; row < rows; ++row) {
+  for (int64_t row = groups * kGroup; row < rows; ++row) {
     if (columns.narrow()) {
       const int64_t end = row * stride + width;
       add(0, Packs::load_last_pack(tensors, formula_of_lanes(0), end, width, /*overlaps=*/false));
