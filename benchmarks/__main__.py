@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
     commands = parser.add_subparsers(required=True, metavar="run | table | compare | plot")
 
-    about = "measure everything into results/<device>.csv and draw it beside: half an hour"
+    about = "measure everything into results/<device>.csv and draw it, in half an hour at most"
     command = commands.add_parser("run", help=about, description=about)
     command.set_defaults(call=run, suite="full")
     command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

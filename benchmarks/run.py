@@ -1,6 +1,6 @@
 """One run: everything is measured, into a CSV file with the name of the device.
 
-Wants a machine that does nothing else. The full suite takes about half an hour on two cores.
+Wants a machine that does nothing else. The full suite takes a quarter to half an hour on two cores.
 """
 
 import os
