@@ -28,7 +28,7 @@ _ATTRIBUTES = (
     "_identity_tensor",
     "_converted_from",
 )
-_FOLLOWING = ("activation", "negative_slope")
+_FOLLOWING = {"activation": None, "negative_slope": 0.01}
 
 Layers = list[tuple[str, nn.Module]]  # with their names in the model
 
@@ -103,6 +103,8 @@ def convert_sync_batchnorm(
         new.process_group = held if process_group is None else process_group
         is_torchs = isinstance(layer, TorchSyncBatchNorm)
         new._converted_from = _timms_class(layer) if is_torchs else type(layer)
+        for attribute, value in _FOLLOWING.items():
+            new.__dict__.setdefault(attribute, value)
         return new
 
     converted = _replace(module, layers, convert)

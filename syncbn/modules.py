@@ -105,8 +105,9 @@ class SyncBatchNorm(BatchNormBase):
     _identity_tensor = ANONYMOUS.as_tensor()
     _process_group: ProcessGroup | None = None
     _fits_graph = True
-    activation: str | None = None
-    negative_slope: float = 0.01
+    # No defaults of the class, which would hide a module that is set in their place.
+    activation: str | None
+    negative_slope: float
 
     qconfig = WarnOnForeignConversion()
 
@@ -264,6 +265,8 @@ class SyncBatchNorm(BatchNormBase):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if not hasattr(self, "activation"):  # a pickle of an earlier version
+            self.activation, self.negative_slope = None, 0.01
         self._name = self._name  # under a key that no layer of this process has
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fusing import (
 )
 from torch import nn
 
-from syncbn import SyncBatchNorm, functional, ops, sync_batch_norm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, functional, ops, sync_batch_norm
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
@@ -243,6 +243,14 @@ def test_under_autocast_a_residual_of_another_dtype_is_an_error():
 def test_modules_are_no_activations():
     with pytest.raises(ValueError, match=r"one of None, 'relu', .* but got ReLU\(\)"):
         SyncBatchNorm(3, activation=nn.ReLU())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_module_that_is_set_later_is_an_error(training):
+    for layer in (SyncBatchNorm(3), convert_sync_batchnorm(nn.BatchNorm1d(3))):
+        layer.train(training).activation = nn.ReLU()
+        with pytest.raises(ValueError, match=r"expected activation to be .*, but got ReLU\(\)"):
+            layer(torch.randn(4, 3))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "ReLU", 1])
