@@ -66,7 +66,8 @@ def activate(output: Tensor, activation: str | None, negative_slope: float) -> T
         return F.leaky_relu(output, negative_slope)
     if activation == "silu":
         return F.silu(output)
-    return output
+    # TorchScript knows neither the names above nor their errors.
+    raise ValueError(f"expected None, 'relu', 'leaky_relu' or 'silu', but got {activation}")
 
 
 def add_residual(output: Tensor, residual: Tensor | None) -> Tensor:

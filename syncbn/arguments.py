@@ -1,5 +1,6 @@
 """The arguments of a pass besides its input and its group."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,7 +25,8 @@ class Arguments(NamedTuple):
     A ``momentum`` of None is the cumulative average and needs ``num_batches_tracked``, which grows
     by one in training. ``num_features`` is the C that a layer was made for. ``residual``, of the
     input's shape and dtype, is added to the normalized input, then comes the ``activation``, a key
-    of :data:`syncbn.activations.NUMBERS`.
+    of :data:`syncbn.activations.NUMBERS`. ``dims`` are the numbers of dimensions that a layer
+    takes; None for two or more.
     """
 
     weight: Tensor | None
@@ -38,6 +40,7 @@ class Arguments(NamedTuple):
     residual: Tensor | None = None
     activation: str | None = None
     negative_slope: float = 0.01
+    dims: Sequence[int] | None = None
 
     @property
     def is_fused(self) -> bool:

@@ -5,6 +5,7 @@ size for one, is never an error in here.
 """
 
 import math
+from collections.abc import Sequence
 from numbers import Real
 
 import torch
@@ -31,7 +32,7 @@ def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
         and not (alone and input.numel() == input.size(1))
     ):
         return
-    check_input(input, arguments.num_features)
+    check_input(input, arguments.num_features, arguments.dims)
     check_device(input)
     check_channel_vectors(input, arguments)
     check_running(arguments)
@@ -52,7 +53,7 @@ def check_evaluation(input: Tensor, arguments: Arguments) -> None:
     """
     if _are_ordinary(input, arguments):
         return
-    check_input(input, arguments.num_features)
+    check_input(input, arguments.num_features, arguments.dims)
     check_channel_vectors(input, arguments)
     check_running(arguments)
     check_followers(input, arguments)
@@ -68,7 +69,8 @@ def _are_ordinary(input: Tensor, arguments: Arguments) -> bool:
         return False
     vector_dtypes = _VECTOR_DTYPES.get(input.dtype)
     shape = input.shape
-    if vector_dtypes is None or len(shape) < 2:
+    dims = arguments.dims
+    if vector_dtypes is None or len(shape) < 2 or (dims is not None and len(shape) not in dims):
         return False
     channels, on_cpu = shape[1], input.is_cpu
     weight, bias, running_mean, running_var, counter, momentum, eps, num_features, *_ = arguments
@@ -113,12 +115,15 @@ def _are_followers_ordinary(input: Tensor, arguments: Arguments) -> bool:
     return True
 
 
-def check_input(input: object, num_features: int | None = None) -> None:
+def check_input(
+    input: object, num_features: int | None = None, dims: Sequence[int] | None = None
+) -> None:
     """Check what every pass, training or not, needs of its input.
 
     Raises:
         TypeError: Not a tensor, not strided, quantized, or not of a floating dtype.
-        ValueError: Fewer than 2 dimensions, no channels, or not ``num_features`` of them.
+        ValueError: Not one of ``dims`` dimensions, or fewer than 2; no channels, or not
+            ``num_features`` of them.
     """
     if not isinstance(input, Tensor):
         raise TypeError(f"expected input to be a torch.Tensor, but got {type(input).__name__}")
@@ -135,8 +140,9 @@ def check_input(input: object, num_features: int | None = None) -> None:
             "expected input of dtype float16, bfloat16, float32 or float64, but got "
             f"{_dtype_name(input.dtype)}"
         )
-    if input.dim() < 2:
-        raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+    if input.dim() < 2 or (dims is not None and input.dim() not in dims):
+        expected = "at least 2D" if dims is None else " or ".join(f"{number}D" for number in dims)
+        raise ValueError(f"expected {expected} input (got {input.dim()}D input)")
     if input.size(1) == 0:
         raise ValueError("SyncBatchNorm number of input channels should be non-zero")
     if num_features is not None and input.size(1) != num_features:

@@ -201,7 +201,7 @@ _library = torch.library.Library("syncbn", "FRAGMENT")
 _library.define(
     "compiled_check(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
     "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
-    "SymInt? num_features, Tensor? residual, str? activation, float negative_slope, "
+    "SymInt? num_features, Tensor? residual, str? activation, float negative_slope, int[]? dims, "
     "str? group_name, str layer_name) -> Tensor"
 )
 
@@ -224,7 +224,7 @@ def _(input: Tensor, *values: Any) -> Tensor:
 
 
 def _no_gradients(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
-    return (None,) * 14  # never runs, but the compiler traces it
+    return (None,) * 15  # never runs, but the compiler traces it
 
 
 torch.library.register_autograd("syncbn::compiled_check", _no_gradients)

@@ -4,7 +4,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
-from typing import overload
+from typing import Any, overload
 
 from torch import nn
 
@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from syncbn import _torch_private, collectives, fused
+from syncbn import _torch_private, collectives, fused, subclasses
 from syncbn._torch_private import BatchNormBase
 from syncbn.collectives import ProcessGroup
 from syncbn.modules import BatchNorm, ModuleT, SyncBatchNorm, SyncBatchNormAct
@@ -50,11 +50,13 @@ def convert_sync_batchnorm(
 ) -> nn.Module:
     """Replace a model's batch normalization layers by :class:`syncbn.SyncBatchNorm`.
 
-    Takes BatchNorm1d, 2d and 3d, ``torch.nn.SyncBatchNorm``, their subclasses that add no methods,
-    and timm's ``BatchNormAct2d`` and ``SyncBatchNormAct`` with their activation. Parameters and
-    buffers stay the same objects, so do hooks, training mode, ``qconfig`` and whatever else the
-    layer carries; a layer registered twice stays one. Other subclasses are left alone with all
-    that is in them, and a warning names them.
+    A layer keeps its class: a BatchNorm2d becomes a :class:`syncbn.SyncBatchNorm2d`, which is both;
+    an instance of a subclass one of a class that derives from it and from ours. A subclass may have
+    a ``forward`` that leaves normalization to ``super().forward``. ``torch.nn.SyncBatchNorm``
+    becomes :class:`syncbn.SyncBatchNorm`; timm's ``BatchNormAct2d`` and ``SyncBatchNormAct`` keep
+    their activation. Parameters and buffers stay the same objects, so do hooks, training mode,
+    ``qconfig`` and whatever else the layer carries; a layer registered twice stays one. A subclass
+    that may normalize by itself is left alone with all that is in it, and a warning names it.
 
     Args:
         module: The model; changed in place. An ordinary batch normalization layer itself is not.
@@ -66,16 +68,16 @@ def convert_sync_batchnorm(
 
     Raises:
         TypeError: ``module`` is not a module or ``process_group`` not a group.
-        ValueError: A lazy layer does not know its number of channels yet, or a layer has been
-            compiled by itself.
+        ValueError: A lazy layer does not know its number of channels yet, a layer has been compiled
+            by itself, or ``fuse_modules_qat`` has been called and ``prepare_qat`` not yet.
         Nothing has been changed then.
 
     Example:
         >>> from torch import nn
         >>> from syncbn import convert_sync_batchnorm
         >>> model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
-        >>> type(model[1]).__name__
-        'SyncBatchNorm'
+        >>> model[1]
+        SyncBatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
     """
     check_module(module)
     collectives.check_process_group(process_group)
@@ -87,6 +89,7 @@ def convert_sync_batchnorm(
                 "channels yet; run one batch through the model before converting it"
             )
     _check_not_compiled(layers, lambda layer: _sync_class(layer) is not None)
+    _check_not_awaiting_quantization(layers)
 
     def convert(layer: nn.Module, name: str) -> nn.Module:
         if isinstance(layer, SyncBatchNorm):
@@ -101,10 +104,10 @@ def convert_sync_batchnorm(
         new._name = name
         held = new.__dict__.pop("process_group", None)  # by torch's layer
         new.process_group = held if process_group is None else process_group
-        is_torchs = isinstance(layer, TorchSyncBatchNorm)
-        new._converted_from = _timms_class(layer) if is_torchs else type(layer)
-        for attribute, value in _FOLLOWING.items():
-            new.__dict__.setdefault(attribute, value)
+        if target is SyncBatchNorm and not isinstance(layer, TorchSyncBatchNorm):
+            new._converted_from = type(layer)
+        if target._takes_activation:
+            _set_missing(new, _FOLLOWING)
         return new
 
     converted = _replace(module, layers, convert)
@@ -164,11 +167,13 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         if not _is_synchronized(layer):
             return layer
         cls = getattr(layer, "_converted_from", None)
-        if cls is None or getattr(layer, "activation", None) is not None:
+        if cls is None or _has_activation(layer):
             cls = BatchNorm
         new: nn.Module = _torch_private.with_class(layer, cls)
         for attribute in _ATTRIBUTES if cls is BatchNorm else (*_ATTRIBUTES, *_FOLLOWING):
             new.__dict__.pop(attribute, None)
+        if cls is BatchNorm:
+            _set_missing(new, _FOLLOWING)
         return new
 
     reverted = _replace(module, layers, revert)
@@ -222,6 +227,30 @@ def _check_not_compiled(layers: Layers, is_replaced: Callable[[nn.Module], bool]
             )
 
 
+def _set_missing(layer: nn.Module, attributes: dict[str, Any]) -> None:
+    for attribute, value in attributes.items():
+        if not hasattr(layer, attribute):
+            setattr(layer, attribute, value)
+
+
+def _check_not_awaiting_quantization(layers: Layers) -> None:
+    """Raise ValueError where ``prepare_qat`` would put a batch normalization of torch's again."""
+    for name, module in layers:
+        is_fused = type(module).__module__ == "torch.ao.nn.intrinsic.modules.fused"
+        if is_fused and any(isinstance(child, BatchNormBase) for child in module.children()):
+            raise ValueError(
+                f"the module {name!r} is a {type(module).__name__} of fuse_modules_qat, which "
+                "prepare_qat replaces with an ordinary batch normalization in it; call prepare_qat "
+                "first and convert the model after that"
+            )
+
+
+def _has_activation(layer: nn.Module) -> bool:
+    """Whether a layer of ours has an activation of its own."""
+    is_ours = isinstance(layer, SyncBatchNorm) and layer._takes_activation
+    return is_ours and layer.activation is not None
+
+
 def _is_synchronized(layer: nn.Module) -> bool:
     return isinstance(layer, (SyncBatchNorm, TorchSyncBatchNorm))
 
@@ -243,6 +272,8 @@ def _is_plain(layer: nn.Module) -> bool:
     """Whether the layer does what one of torch's or our own classes does, and nothing else."""
     if "forward" in vars(layer):  # replaced on the instance
         return False
+    if subclasses.is_derived(type(layer)):
+        return True
     for cls in type(layer).__mro__:
         if cls.__module__ in ("builtins", "typing"):
             continue
@@ -265,9 +296,17 @@ def _sync_class(layer: nn.Module) -> type[SyncBatchNorm] | None:
     """Return the class that does what this layer does, synchronized; None if there is none."""
     if not isinstance(layer, BatchNormBase) or isinstance(layer, SyncBatchNorm):
         return None
-    if _is_plain(layer):
-        return SyncBatchNorm
-    return SyncBatchNormAct if _timms_class(layer) and "forward" not in vars(layer) else None
+    if "forward" in vars(layer):  # replaced on the instance
+        return None
+    timms = _timms_class(layer)
+    if timms is not None:
+        return subclasses.derive(SyncBatchNormAct, timms)
+    if isinstance(layer, TorchSyncBatchNorm):
+        return SyncBatchNorm if _is_plain(layer) else None
+    inside = (module for module in layer.modules() if module is not layer)
+    if any(isinstance(module, BatchNormBase) for module in inside):
+        return None  # which normalizes a part by itself
+    return subclasses.synchronized(layer)
 
 
 def _has_no_sync_class(layer: nn.Module) -> bool:

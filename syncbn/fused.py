@@ -48,8 +48,9 @@ class FusedActivation(nn.Identity):
 
 def is_bare(layer: nn.Module) -> bool:
     """Whether a call of the layer normalizes and does nothing else."""
-    is_plain = type(layer) is SyncBatchNorm and layer.activation is None
-    return is_plain and _torch_private.does_as_its_class(layer)
+    is_ours = type(layer).forward is SyncBatchNorm.forward
+    is_free = is_ours and layer.activation is None
+    return is_free and _torch_private.does_as_its_class(layer)
 
 
 # Called by the graphs of blocks. What they are given may have changed since the graph was made:

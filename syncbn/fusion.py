@@ -191,15 +191,15 @@ class _Plan:
         """Return what is known from the layer alone."""
         if not isinstance(layer, SyncBatchNorm):
             return "is not converted"
-        if layer.activation is not None:
+        if layer._takes_activation and layer.activation is not None:
             return layer.activation, False
-        if type(layer) is SyncBatchNormAct:
+        if isinstance(layer, SyncBatchNormAct):
             activation = layer.fused_activation()
             if activation is not None:
                 return activation[0], False
             behind = layer.drop if type(layer.drop) is not nn.Identity else layer.act
             return f"has {places.kind_of(behind)} behind it, which cannot be fused"
-        if type(layer) is not SyncBatchNorm:
+        if type(layer).forward is not SyncBatchNorm.forward:
             return f"is a {type(layer).__name__}"
         if _torch_private.has_hooks(layer):
             return "has hooks"

@@ -25,15 +25,25 @@ from syncbn.collectives import ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
 from syncbn.identity import ANONYMOUS, Identity, Layer
 
-__all__ = ["BatchNorm", "ModuleT", "SyncBatchNorm", "SyncBatchNormAct"]
+__all__ = [
+    "BatchNorm",
+    "ModuleT",
+    "PlainSyncBatchNorm",
+    "SyncBatchNorm",
+    "SyncBatchNorm1d",
+    "SyncBatchNorm2d",
+    "SyncBatchNorm3d",
+    "SyncBatchNormAct",
+    "record_call",
+]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 
-def _record_call(
-    layer: nn.Module, forward: Callable[..., Tensor], input: torch.fx.Proxy, *residual: Any
+def record_call(
+    layer: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any
 ) -> Any:
     """Record the call of a layer in symbolic tracing as one node, as those of torch's layers are.
 
@@ -44,11 +54,13 @@ def _record_call(
         traced, a subclass or layer whose ``forward`` is not this one, and a layer with hooks, which
         the tracer runs and the node would run again.
     """
-    tracer: Any = input.tracer
+    values = (*arguments, *keywords.values())
+    tracer: Any = next(value.tracer for value in values if isinstance(value, torch.fx.Proxy))
     own_forward = type(layer).forward is not forward or "forward" in vars(layer)
     if own_forward or tracer.root is layer or _torch_private.has_forward_hooks(layer):
         return None
-    return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input, *residual), {})
+    name = tracer.path_of_module(layer)
+    return tracer.create_proxy("call_module", name, arguments, keywords)
 
 
 class SyncBatchNorm(BatchNormBase):
@@ -105,6 +117,10 @@ class SyncBatchNorm(BatchNormBase):
     _identity_tensor = ANONYMOUS.as_tensor()
     _process_group: ProcessGroup | None = None
     _fits_graph = True
+    # Numbers of dimensions that it takes; None for two or more.
+    _dims: tuple[int, ...] | None = None
+    # Whether ``activation`` and ``negative_slope`` are this class's and no subclass's.
+    _takes_activation = True
     # No defaults of the class, which would hide a module that is set in their place.
     activation: str | None
     negative_slope: float
@@ -174,13 +190,15 @@ class SyncBatchNorm(BatchNormBase):
     def extra_repr(self) -> str:
         """Return the arguments, those of torch's layer and what follows the normalization."""
         text: str = super().extra_repr()
+        if not self._takes_activation:
+            return text
         return text + activations.describe(self.activation, self.negative_slope)
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
         """Normalize ``input``, add ``residual`` and apply the activation; see the class."""
         if isinstance(input, torch.fx.Proxy):
             operands = (input,) if residual is None else (input, residual)
-            recorded = _record_call(self, SyncBatchNorm.forward, *operands)
+            recorded = record_call(self, SyncBatchNorm.forward, *operands)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
         return self.forward_through(input, residual, self.activation, self.negative_slope)
@@ -217,6 +235,7 @@ class SyncBatchNorm(BatchNormBase):
             residual,
             activation,
             negative_slope,
+            self._dims,
         )
         if not self.training:
             return functional.evaluate(input, arguments, layer)
@@ -290,6 +309,41 @@ _NO_NAME = "its process group has no name, which a graph would hold"
 _run_uncompiled = torch.compiler.disable(_run, reason=_NO_NAME)
 
 
+class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):
+    """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm1d`` and takes 2 or 3 dimensions."""
+
+    _converted_from = nn.BatchNorm1d
+    _dims = (2, 3)
+
+
+class SyncBatchNorm2d(nn.BatchNorm2d, SyncBatchNorm):
+    """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm2d`` and takes 4 dimensions."""
+
+    _converted_from = nn.BatchNorm2d
+    _dims = (4,)
+
+
+class SyncBatchNorm3d(nn.BatchNorm3d, SyncBatchNorm):
+    """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm3d`` and takes 5 dimensions."""
+
+    _converted_from = nn.BatchNorm3d
+    _dims = (5,)
+
+
+class PlainSyncBatchNorm(SyncBatchNorm):
+    """Behind a subclass that may have an ``activation`` of its own: adds and applies nothing."""
+
+    _takes_activation = False
+
+    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+        """Normalize ``input``."""
+        if isinstance(input, torch.fx.Proxy):
+            recorded = record_call(self, PlainSyncBatchNorm.forward, input)
+            if recorded is not None:
+                return recorded  # type: ignore[no-any-return]
+        return self.forward_through(input, None, None, 0.0)
+
+
 class SyncBatchNormAct(SyncBatchNorm):
     """Synchronized batch normalization, then ``drop`` and ``act``: timm's ``BatchNormAct2d``."""
 
@@ -300,7 +354,7 @@ class SyncBatchNormAct(SyncBatchNorm):
         """Normalize, drop, activate: in one, where ``drop`` does nothing and ``act`` is known."""
         if isinstance(input, torch.fx.Proxy):
             operands = (input,) if residual is None else (input, residual)
-            recorded = _record_call(self, SyncBatchNormAct.forward, *operands)
+            recorded = record_call(self, SyncBatchNormAct.forward, *operands)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
         fused = self.fused_activation()
@@ -322,8 +376,9 @@ class BatchNorm(BatchNormBase):
     has an activation of its own, which stays.
     """
 
-    activation: str | None = None
-    negative_slope: float = 0.01
+    # No defaults of the class, which would hide a module that is set in their place.
+    activation: str | None
+    negative_slope: float
 
     def extra_repr(self) -> str:
         """Return the arguments, those of torch's layer and what follows the normalization."""

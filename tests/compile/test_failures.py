@@ -140,6 +140,19 @@ def test_input_that_fits_into_no_graph(bad):
         compiled(model)(bad)
 
 
+def train_with_other_dimensions(rank, world_size):
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+    compiled(model)(torch.rand(4, 3, 2) if rank == 1 else torch.rand(4, 3, 2, 2))
+
+
+def test_compiled_layer_checks_dimensions_as_the_class_that_it_comes_from():
+    with Ranks(2, case_seconds=60) as ranks:
+        other, failed = ranks.outcomes(train_with_other_dimensions)
+    assert failed.kind == "ValueError" and "expected 4D input (got 3D input)" in failed.message
+    assert "[layer '0', rank 1 of 2]" in failed.message
+    assert "another rank of the process group withdrew" in other.message
+
+
 def train_on_nothing_on_one_rank(rank, world_size):
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
     torch._dynamo.reset()

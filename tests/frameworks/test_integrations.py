@@ -100,7 +100,7 @@ def train_with_lightning(rank, world_size, code):
             self.layers = network()
 
         def training_step(self, batch, index):
-            assert type(self.layers[1]) is SyncBatchNorm
+            assert isinstance(self.layers[1], SyncBatchNorm)
             return loss_of(self.layers(batch))
 
         def configure_optimizers(self):
@@ -136,7 +136,7 @@ def train_with_accelerate(rank, world_size, code):
     accelerator = names["accelerator"]
     train(names["model"], names["loader"], names["optimizer"], accelerator.backward)
     model = accelerator.unwrap_model(names["model"])
-    assert type(model[1]) is SyncBatchNorm
+    assert isinstance(model[1], SyncBatchNorm)
     return model.state_dict()
 
 
@@ -219,7 +219,7 @@ def train_with_mmengine(rank, world_size, code, folder, by_config):
     else:
         runner = run_lines(code, model=Net(), options={**options, "cfg": on_cpu})["runner"]
     model = runner.train().module
-    assert type(model.layers[1]) is SyncBatchNorm
+    assert isinstance(model.layers[1], SyncBatchNorm)
     return model.layers.state_dict()
 
 

@@ -10,7 +10,14 @@ from cases import make_input
 from torch import nn
 
 import syncbn.convert
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from syncbn import (
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+)
 
 
 class Renamed(nn.BatchNorm2d):
@@ -43,7 +50,11 @@ def test_layers_become_ours_and_keep_everything():
     converted = convert_sync_batchnorm(original)
     assert converted is original
     kinds = [type(m).__name__ for m in converted.modules() if not list(m.children())]
-    assert kinds == ["Conv2d", *["SyncBatchNorm"] * 3, "InstanceNorm2d", *["SyncBatchNorm"] * 2]
+    assert kinds == [
+        "Conv2d",
+        *["SyncBatchNorm2d", "SyncBatchNorm1d", "SyncBatchNorm3d"],
+        *["InstanceNorm2d", "SyncBatchNorm", "SyncRenamed"],
+    ]
     actual = dict(converted.named_parameters()) | dict(converted.named_buffers())
     assert actual.keys() == expected.keys()
     assert all(actual[name] is expected[name] for name in expected)
@@ -53,21 +64,21 @@ def test_layers_become_ours_and_keep_everything():
     assert converted[4].momentum is None and converted[5].eps == 1e-3
     assert converted[5].weight.dtype == torch.float64
     for kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Renamed"):
-        text = text.replace(f" {kind}(", " SyncBatchNorm(")
+        text = text.replace(f" {kind}(", f" Sync{kind}(")
     assert str(converted) == text
 
 
 def test_root_layer_gives_a_new_layer():
     layer = nn.BatchNorm2d(3)
     converted = convert_sync_batchnorm(layer)
-    assert type(converted) is SyncBatchNorm and type(layer) is nn.BatchNorm2d
+    assert type(converted) is SyncBatchNorm2d and type(layer) is nn.BatchNorm2d
     assert converted.weight is layer.weight
     converted.weight = None  # the layers' own dictionaries
     assert layer.weight is not None
 
 
 def test_classmethod():
-    assert type(SyncBatchNorm.convert_sync_batchnorm(model())[1]) is SyncBatchNorm
+    assert type(SyncBatchNorm.convert_sync_batchnorm(model())[1]) is SyncBatchNorm2d
 
 
 @pytest.mark.works("conversion of a layer that a model has twice")
@@ -114,7 +125,18 @@ def test_lazy_layer_is_an_error_and_nothing_is_changed():
         convert_sync_batchnorm(original)
     assert type(original[0]) is nn.BatchNorm2d
     original(torch.rand(2, 3, 4, 4))
-    assert type(convert_sync_batchnorm(original)[1]) is SyncBatchNorm
+    assert type(convert_sync_batchnorm(original)[1]) is SyncBatchNorm2d
+
+
+# torch's own deprecations of its quantization.
+@pytest.mark.filterwarnings("ignore:.*quantization:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.ao:FutureWarning")
+def test_model_that_awaits_prepare_qat_is_an_error_and_nothing_is_changed():
+    original = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4))
+    fused = torch.ao.quantization.fuse_modules_qat(original.train(), [["0", "1"]])
+    with pytest.raises(ValueError, match="'0' is a ConvBn2d of fuse_modules_qat, .*prepare_qat"):
+        convert_sync_batchnorm(fused)
+    assert type(fused[0][1]) is type(fused[2]) is nn.BatchNorm2d
 
 
 @pytest.mark.parametrize("whole", [False, True])
@@ -134,7 +156,7 @@ def test_layer_compiled_by_itself_is_an_error_and_nothing_is_changed(revert, who
 
 def test_layers_of_a_compiled_model_are_converted():
     model = torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend="eager")
-    assert type(convert_sync_batchnorm(model).get_submodule("_orig_mod.0")) is SyncBatchNorm
+    assert type(convert_sync_batchnorm(model).get_submodule("_orig_mod.0")) is SyncBatchNorm1d
 
 
 @pytest.fixture(params=["import first", "swap first"])
@@ -220,6 +242,35 @@ def test_reverted_layer_takes_any_number_of_dimensions(cls, shape):
     assert torch.equal(layer(x), expected)
     with pytest.raises(ValueError, match="expected at least 2D input"):
         layer(x[0, :, None].flatten()[:1])
+
+
+DIMENSIONS = {
+    nn.BatchNorm1d: (SyncBatchNorm1d, {2, 3}),
+    nn.BatchNorm2d: (SyncBatchNorm2d, {4}),
+    nn.BatchNorm3d: (SyncBatchNorm3d, {5}),
+    Renamed: (None, {4}),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dims", range(2, 7))
+@pytest.mark.parametrize("cls", DIMENSIONS)
+def test_layer_checks_dimensions_as_the_class_that_it_comes_from(cls, dims, training):
+    x = make_input((4, 3, *[2] * (dims - 2)), "contiguous", torch.float64)
+    built, taken = DIMENSIONS[cls]
+    layer = cls(3).double().train(training)
+    ours = [convert_sync_batchnorm(layer)]
+    if built is not None:
+        ours.append(built(3, process_group=None, dtype=torch.float64).train(training))
+    for new in ours:
+        if dims in taken:
+            # float64, by its default tolerances
+            torch.testing.assert_close(new(x), copy.deepcopy(layer)(x))
+            continue
+        for either in (layer, new):
+            with pytest.raises(ValueError, match=rf"expected .*D.* input \(got {dims}D input\)"):
+                either(x)
+        assert new.num_batches_tracked == 0
 
 
 def test_layer_that_is_ours_already_gets_its_name():

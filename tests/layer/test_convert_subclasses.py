@@ -1,12 +1,24 @@
-"""Conversion of subclasses: those with methods of their own are left alone, and named."""
+"""Conversion of subclasses: whose code goes on to run, and those left alone, which are named."""
 
+import copy
+import functools
+import os
+import pickle
+import subprocess
+import sys
 from typing import Generic, TypeVar
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
+from syncbn import (
+    SyncBatchNorm,
+    SyncBatchNorm2d,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+)
 
 
 class Doubled(nn.BatchNorm2d):
@@ -14,16 +26,225 @@ class Doubled(nn.BatchNorm2d):
         return 2 * super().forward(input)
 
 
-def test_subclass_with_its_own_forward_is_left_alone_and_named():
-    original = nn.Sequential(nn.Sequential(Doubled(3)), nn.BatchNorm2d(3))
-    with pytest.warns(UserWarning, match=r"'0\.0' is a Doubled, .* does not synchronize"):
+class ActivatedNorm(nn.BatchNorm2d):
+    """Has a module under a name that is an attribute of ours."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.activation = nn.SiLU()
+
+    def forward(self, input):
+        return self.activation(super(ActivatedNorm, self).forward(input))  # noqa: UP008
+
+
+class Unwrapping(nn.BatchNorm1d):
+    """Hands the base's forward to another function."""
+
+    def forward(self, input):
+        return apply_to(super().forward, input)
+
+
+def apply_to(function, features):
+    return {key: function(values) for key, values in features.items()}
+
+
+class Stepping(nn.BatchNorm2d):
+    """Takes sequences of images; calls the base in a method, of its own and of a property."""
+
+    @property
+    def steps(self):
+        return (0, 1)
+
+    def single(self, input):
+        return super().forward(input)
+
+    def forward(self, input):
+        return self.single(input.flatten(*self.steps)).view_as(input)
+
+
+def images(channels=3):
+    return torch.randn(4, channels, 5, 5, dtype=torch.float64)
+
+
+INPUTS = {
+    Doubled: images,
+    ActivatedNorm: images,
+    Unwrapping: lambda: {"points": images()[:, :, 0, 0]},
+    Stepping: lambda: images().unflatten(0, (2, 2)),
+}
+
+
+@pytest.mark.parametrize("cls", INPUTS)
+def test_subclass_whose_forward_calls_the_bases_is_converted(cls):
+    layer, x = cls(3).double(), INPUTS[cls]()
+    expected = copy.deepcopy(layer)(x)
+    converted = convert_sync_batchnorm(nn.Sequential(layer))
+    ours = converted[0]
+    assert isinstance(ours, cls) and isinstance(ours, SyncBatchNorm)
+    assert type(ours).__name__ == f"Sync{cls.__name__}" and f"Sync{cls.__name__}(" in str(converted)
+    assert convert_sync_batchnorm(converted)[0] is ours
+    torch.testing.assert_close(copy.deepcopy(ours)(x), expected)  # float64, default tolerances
+    loaded = pickle.loads(pickle.dumps(ours))
+    assert type(loaded) is type(ours)
+    torch.testing.assert_close(loaded(x), expected)
+    reverted = revert_sync_batchnorm(converted)[0]
+    assert type(reverted) is cls and vars(reverted).keys() == vars(layer).keys()
+    torch.testing.assert_close(reverted(x), expected)
+
+
+def outputs(rank, world_size):
+    torch.manual_seed(0)
+    x = images()
+    layer = convert_sync_batchnorm(Stepping(3).double())
+    own = layer(x.unflatten(0, (2, 1, 2))[rank]).flatten(0, 1)
+    expected = F.batch_norm(x, None, None, training=True).unflatten(0, (2, 2))[rank]
+    return (own - expected).abs().max().item()
+
+
+def test_subclass_has_the_statistics_of_both_ranks(two_ranks):
+    # float64, a dozen roundings of values up to four
+    assert max(two_ranks.run(outputs)) < 50 * torch.finfo(torch.float64).eps
+
+
+def test_module_named_activation_of_a_layer_without_methods_stays():
+    layer = nn.BatchNorm2d(3)
+    layer.activation = nn.ReLU()
+    converted = convert_sync_batchnorm(nn.Sequential(layer))
+    assert converted[0].activation is layer.activation and isinstance(converted[0], SyncBatchNorm)
+    assert (converted(images().float()) < 0).any()
+    reverted = revert_sync_batchnorm(converted)[0]
+    assert type(reverted) is nn.BatchNorm2d and reverted.activation is layer.activation
+
+
+OTHER_PROCESS = """
+import pickle, sys
+layer = pickle.load(open(sys.argv[1], "rb"))
+print(type(layer).__name__, [cls.__name__ for cls in type(layer).__mro__].index("Swish"))
+"""
+
+MODULE = """
+from torch import nn
+class Swish(nn.BatchNorm2d):
+    def forward(self, input):
+        return nn.functional.silu(super().forward(input))
+"""
+
+
+def test_pickle_loads_in_a_process_that_never_converted(tmp_path, monkeypatch):
+    (tmp_path / "swish.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    from swish import Swish
+
+    path = tmp_path / "layer.pickle"
+    path.write_bytes(pickle.dumps(convert_sync_batchnorm(Swish(3))))
+    output = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESS, path],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:" + ":".join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert output.split() == ["SyncSwish", "2"]
+
+
+class ByName(nn.BatchNorm2d):
+    def forward(self, input):
+        return nn.BatchNorm2d.forward(self, input)
+
+
+class Branch(nn.BatchNorm2d):
+    def forward(self, input):
+        if input.size(0) > 1:
+            return super().forward(input)
+        return F.batch_norm(input, None, None, training=True)
+
+
+class Centered(nn.BatchNorm2d):
+    def forward(self, input):
+        return super().forward(input - self.running_mean[:, None, None])
+
+
+class Handing(nn.BatchNorm2d):
+    def forward(self, input):
+        return scaled(self, super().forward(input))
+
+
+def scaled(layer, input):
+    return input * layer.eps
+
+
+class Helped(nn.BatchNorm2d):
+    def standardized(self, input):
+        return input / input.std()
+
+    def forward(self, input):
+        return super().forward(self.standardized(input))
+
+
+class Without(nn.BatchNorm2d):
+    def forward(self, input):
+        return input
+
+
+class Unseen(nn.BatchNorm2d):
+    exec("def forward(self, input): return super(Unseen, self).forward(input)")
+
+
+class Wrapped(nn.BatchNorm2d):
+    @functools.wraps(Doubled.forward)
+    def forward(self, input):
+        return input
+
+
+class Static(nn.BatchNorm2d):
+    forward = staticmethod(F.relu)
+
+
+class Copying(nn.BatchNorm2d):
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Callable:
+    def __call__(self, input):
+        return input
+
+
+class Replaced(nn.BatchNorm2d):
+    forward = Callable()
+
+
+LEFT_ALONE = [ByName, Branch, Centered, Handing, Helped, Without, Unseen, Wrapped, Static, Copying]
+
+
+@pytest.mark.parametrize("cls", [*LEFT_ALONE, Replaced])
+def test_subclass_that_may_normalize_by_itself_is_left_alone_and_named(cls):
+    original = nn.Sequential(nn.Sequential(cls(3)), nn.BatchNorm2d(3))
+    words = rf"'0\.0' is a {cls.__name__}, .* does not synchronize"
+    with pytest.warns(UserWarning, match=words):
         converted = convert_sync_batchnorm(original)
-    assert type(converted[0][0]) is Doubled and type(converted[1]) is SyncBatchNorm
+    assert type(converted[0][0]) is cls and type(converted[1]) is SyncBatchNorm2d
 
 
 class Frozen(nn.BatchNorm2d):
     def train(self, mode=True):
         return super().train(False)
+
+
+class FreezingMixin(nn.Module):
+    def train(self, mode=True):
+        return super().train(False)
+
+
+class Mixed(nn.BatchNorm2d, FreezingMixin):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Frozen, Mixed])
+def test_other_methods_go_on_to_work(cls):
+    converted = convert_sync_batchnorm(nn.Sequential(cls(3)))
+    assert isinstance(converted[0], SyncBatchNorm) and not converted.train()[0].training
 
 
 class Described(nn.BatchNorm2d):
@@ -36,18 +257,6 @@ class Described(nn.BatchNorm2d):
         return "described"
 
 
-def test_subclass_with_other_methods_is_left_alone_and_named():
-    with pytest.warns(UserWarning, match="'0' is a Frozen, .* does not synchronize"):
-        converted = convert_sync_batchnorm(nn.Sequential(Frozen(3)))
-    assert not converted.train()[0].training
-
-
-def test_subclass_that_only_constructs_and_describes_itself_is_converted():
-    converted = convert_sync_batchnorm(nn.Sequential(Described(3)))
-    assert type(converted[0]) is SyncBatchNorm and converted[0].eps == 0.5
-    assert type(revert_sync_batchnorm(converted)[0]) is Described
-
-
 class Annotated(nn.BatchNorm2d):
     scale: float
     activation = nn.ReLU
@@ -55,22 +264,22 @@ class Annotated(nn.BatchNorm2d):
     exec("def __annotate_func__(format): return {'scale': float}")
 
 
-def test_subclass_with_attributes_that_are_no_methods_is_converted():
-    assert type(convert_sync_batchnorm(nn.Sequential(Annotated(3)))[0]) is SyncBatchNorm
+T = TypeVar("T")
 
 
-class Callable:
-    def __call__(self, input):
-        return input
+class Typed(nn.BatchNorm2d, Generic[T]):
+    pass
 
 
-class Replaced(nn.BatchNorm2d):
-    forward = Callable()
-
-
-def test_subclass_whose_forward_is_no_function_is_left_alone_and_named():
-    with pytest.warns(UserWarning, match="'0' is a Replaced, .* does not synchronize"):
-        assert type(convert_sync_batchnorm(nn.Sequential(Replaced(3)))[0]) is Replaced
+@pytest.mark.parametrize("cls", [Described, Annotated, Typed])
+def test_subclass_that_changes_nothing_of_forward_is_converted(cls):
+    layer = cls(3).double()
+    converted = convert_sync_batchnorm(nn.Sequential(copy.deepcopy(layer)))
+    assert isinstance(converted[0], cls) and isinstance(converted[0], SyncBatchNorm)
+    assert converted[0].eps == layer.eps and converted[0].extra_repr() == layer.extra_repr()
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    torch.testing.assert_close(converted(x), layer(x))
+    assert type(revert_sync_batchnorm(converted)[0]) is cls
 
 
 @pytest.mark.parametrize("convert", [convert_sync_batchnorm, revert_sync_batchnorm])
@@ -116,7 +325,7 @@ def test_layer_that_is_left_alone_keeps_its_inside(split):
         converted = convert_sync_batchnorm(original)
     assert len(caught) == 1
     assert dict(converted[0].named_modules()) == inside
-    assert type(converted[1]) is SyncBatchNorm
+    assert type(converted[1]) is SyncBatchNorm2d
     reverted = revert_sync_batchnorm(converted)
     assert dict(reverted[0].named_modules()) == inside
     assert type(reverted[1]) is nn.BatchNorm2d
@@ -151,7 +360,7 @@ def test_layer_that_one_left_alone_shares_with_the_model_is_replaced_in_the_mode
     with pytest.warns(UserWarning, match="'0' is a Split"):
         converted = convert_sync_batchnorm(nn.Sequential(split, shared))
     assert split.auxiliary[0] is shared
-    assert type(converted[1]) is SyncBatchNorm and converted[1].weight is shared.weight
+    assert type(converted[1]) is SyncBatchNorm2d and converted[1].weight is shared.weight
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
@@ -170,33 +379,6 @@ def test_parametrized_layer_is_left_alone_and_named():
     layer = nn.utils.parametrizations.weight_norm(nn.BatchNorm2d(3), "weight", dim=0)
     with pytest.warns(UserWarning, match="'0' is a ParametrizedBatchNorm2d"):
         convert_sync_batchnorm(nn.Sequential(layer))
-
-
-class FreezingMixin(nn.Module):
-    def train(self, mode=True):
-        return super().train(False)
-
-
-class Mixed(nn.BatchNorm2d, FreezingMixin):
-    pass
-
-
-def test_methods_of_a_mixin_behind_the_layers_class_count_as_its_own():
-    with pytest.warns(UserWarning, match="'0' is a Mixed, .* does not synchronize") as caught:
-        converted = convert_sync_batchnorm(nn.Sequential(Mixed(3)))
-    assert not converted.train()[0].training
-    assert caught[0].filename == __file__
-
-
-T = TypeVar("T")
-
-
-class Typed(nn.BatchNorm2d, Generic[T]):
-    pass
-
-
-def test_type_parameters_are_no_methods():
-    assert type(convert_sync_batchnorm(nn.Sequential(Typed(3)))[0]) is SyncBatchNorm
 
 
 def test_subclass_of_torchs_synchronized_layer_is_said_to_stay_torchs():

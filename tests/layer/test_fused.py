@@ -17,7 +17,14 @@ from fusing import (
 )
 from torch import nn
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, functional, ops, sync_batch_norm
+from syncbn import (
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    functional,
+    ops,
+    revert_sync_batchnorm,
+    sync_batch_norm,
+)
 
 pytestmark = pytest.mark.usefixtures("each_device")
 
@@ -251,6 +258,14 @@ def test_module_that_is_set_later_is_an_error(training):
         layer.train(training).activation = nn.ReLU()
         with pytest.raises(ValueError, match=r"expected activation to be .*, but got ReLU\(\)"):
             layer(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(), "gelu"])
+def test_unknown_activation_of_a_reverted_layer_is_an_error(activation):
+    layer = revert_sync_batchnorm(SyncBatchNorm(3))
+    layer.activation = activation
+    with pytest.raises(ValueError, match="expected None, 'relu', .*, but got (gelu|ReLU)"):
+        layer(torch.randn(4, 3))
 
 
 @pytest.mark.parametrize("activation", ["gelu", "ReLU", 1])

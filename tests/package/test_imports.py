@@ -108,7 +108,8 @@ MAY_IMPORT = {
     },
     "block_tracer": {"_torch_private"},
     "fused": {"_torch_private", "activations", "block_tracer", "modules"},
-    "convert": {"_torch_private", "collectives", "fused", "modules"},
+    "subclasses": {"_torch_private", "modules"},
+    "convert": {"_torch_private", "collectives", "fused", "modules", "subclasses"},
     "block_class": {"_torch_private", "block_tracer", "fused"},
     "blocks": {"_torch_private", "block_class", "block_tracer", "fused"},
     "places": {"_torch_private", "activations", "block_tracer", "fused"},
@@ -174,12 +175,14 @@ OWN_NAMES = {
     "_C",
     "_converted_from",
     "_cuda",
+    "_dims",
     "_fits_graph",
     "_identity",
     "_identity_tensor",
     "_name",
     "_process_group",
     "_replace",
+    "_takes_activation",
 }
 
 

@@ -50,6 +50,22 @@ def frozen():
     return model
 
 
+class Swish(nn.BatchNorm2d):
+    """A subclass that calls a module of its own behind its base class."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.activation = nn.SiLU()
+
+    def forward(self, input):
+        return self.activation(super().forward(input))
+
+
+def swishes():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), Swish(4), Swish(4))
+
+
 def resnet18():
     import torchvision
 

@@ -1,0 +1,77 @@
+"""Converted subclasses with a forward of their own, compiled, traced, exported, under DDP."""
+
+import copy
+
+import pytest
+import torch
+from compiling import Backend, Swish, assert_equal, batch, build, compiled, step, swishes
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from syncbn import SyncBatchNorm, revert_sync_batchnorm
+
+# torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+
+def compare(rank, world_size, name):
+    backend = Backend(name)
+    eager = build(swishes)
+    fast = compiled(copy.deepcopy(eager), backend)
+    for seed in range(2):
+        x = batch(rank, (3, 5), 6, seed)
+        assert_equal(step(fast, x), step(eager, x))
+    return backend.graphs
+
+
+@pytest.mark.works("converted subclasses with a forward of their own: torch.compile")
+@pytest.mark.parametrize("name", ["aot_eager", "inductor"])
+def test_compiled_subclasses_are_one_graph(compiling_ranks, name):
+    assert compiling_ranks.run(compare, name) == [1, 1]
+
+
+def train(rank, world_size):
+    model = DistributedDataParallel(build(swishes))
+    return step(model, batch(rank, (3, 5), 6, 0))[1]
+
+
+@pytest.mark.works("converted subclasses with a forward of their own: DistributedDataParallel")
+def test_ranks_train_as_the_whole_batch(compiling_ranks):
+    x = torch.cat([batch(rank, (3, 5), 6, 0) for rank in range(2)])
+    _, expected = step(swishes().double(), x)
+    for state in compiling_ranks.run(train):
+        for name, value in expected.items():
+            # DDP divides the sums of the gradients by the number of ranks
+            scale = 2 if name.endswith("grad") else 1
+            # float64, by its default tolerances
+            torch.testing.assert_close(state[name] * scale, value, msg=name)
+
+
+@pytest.mark.works("converted subclasses with a forward of their own: torch.fx, as one node")
+@pytest.mark.parametrize("training", [True, False])
+def test_symbolic_tracing_records_one_node(training):
+    model = build(swishes).train(training)
+    traced = torch.fx.symbolic_trace(copy.deepcopy(model))
+    calls = [(node.op, node.target) for node in traced.graph.nodes][1:-1]
+    assert calls == [("call_module", name) for name in "012"]
+    x = batch(0, (3,), 6, 0)
+    for mode in (training, not training):
+        assert torch.equal(traced.train(mode)(x), model.train(mode)(x))
+    assert type(revert_sync_batchnorm(traced).get_submodule("1")) is Swish
+
+
+@pytest.mark.works("converted subclasses with a forward of their own: torch.export in evaluation")
+def test_exported_subclasses():
+    model, x = build(swishes).eval(), batch(0, (3,), 6, 0)
+    exported = torch.export.export(model, (x,)).module()
+    # torch's operator in both; float64, by its default tolerances
+    torch.testing.assert_close(exported(x), model(x))
+
+
+def test_every_layer_is_ours_and_of_its_class():
+    model = build(swishes)
+    assert all(isinstance(layer, SyncBatchNorm) for layer in model[1:])
+    assert isinstance(model[1], Swish) and isinstance(model[2], nn.BatchNorm2d)
