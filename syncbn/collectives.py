@@ -13,17 +13,21 @@ from torch import Tensor
 from syncbn import _torch_private
 
 __all__ = [
+    "DeviceMesh",
     "ProcessGroup",
     "Store",
     "adds_up",
     "all_reduce_sum",
-    "check_process_group",
+    "checked_group",
     "group_named",
+    "group_of_mesh",
     "is_debugging",
     "likely_device",
     "name_of",
+    "new_subgroup",
     "resolve_group",
     "store_of",
+    "world",
 ]
 
 # A torch that was built without distributed knows no groups.
@@ -31,30 +35,62 @@ _AVAILABLE = dist.is_available()
 if TYPE_CHECKING or _AVAILABLE:
     from torch.distributed import (  # type: ignore[attr-defined]
         DebugLevel,
+        DeviceMesh,
         ProcessGroup,
         Store,
         get_debug_level,
     )
 else:
-    ProcessGroup = Store = Any
+    DeviceMesh = ProcessGroup = Store = Any
 
 # Returned by torch.distributed.new_group on a rank that is not a member.
 _NON_MEMBER = -100
 
 
-def check_process_group(process_group: object) -> None:
-    """Raise TypeError unless this is what ``torch.distributed.new_group`` returns, or None."""
-    if process_group is None or (isinstance(process_group, int) and process_group == _NON_MEMBER):
-        return
-    if not _AVAILABLE or not isinstance(process_group, ProcessGroup):
-        kind = type(process_group).__name__
-        instead = "make one with torch.distributed.new_group(ranks)"
-        if kind == "DeviceMesh":
-            instead = "pass that of one of its dimensions, mesh.get_group(dimension)"
-        raise TypeError(
-            "expected process_group to be a torch.distributed.ProcessGroup or None, but got "
-            f"{kind}; {instead}"
+def group_of_mesh(process_group: Any) -> Any:
+    """Return the group of a mesh as new_group returns groups, and anything else as it is.
+
+    Raises:
+        ValueError: The mesh has more than one dimension.
+    """
+    if not _AVAILABLE or not isinstance(process_group, DeviceMesh):
+        return process_group
+    if process_group.ndim != 1:
+        raise ValueError(
+            "expected process_group to be a group or a DeviceMesh of one dimension, but got a mesh "
+            f"of {process_group.ndim}; pass one of its dimensions, such as mesh['dp']"
         )
+    if process_group.get_coordinate() is None:
+        return _NON_MEMBER
+    return process_group.get_group()
+
+
+def checked_group(process_group: object) -> ProcessGroup | None:
+    """Return the group: this, or that of the mesh that this is.
+
+    Raises:
+        TypeError: It is neither what ``torch.distributed.new_group`` returns nor a mesh nor None.
+        ValueError: A mesh has more than one dimension.
+    """
+    group: Any = group_of_mesh(process_group)
+    is_non_member = isinstance(group, int) and group == _NON_MEMBER
+    if group is None or is_non_member or (_AVAILABLE and isinstance(group, ProcessGroup)):
+        return group  # type: ignore[no-any-return]
+    raise TypeError(
+        "expected process_group to be a torch.distributed.ProcessGroup, a DeviceMesh or None, but "
+        f"got {type(group).__name__}; make one with torch.distributed.new_group(ranks)"
+    )
+
+
+def world() -> ProcessGroup | None:
+    """Return the group of all ranks; None where torch.distributed is not initialized."""
+    return dist.group.WORLD if _AVAILABLE and dist.is_initialized() else None
+
+
+def new_subgroup(size: int) -> ProcessGroup:
+    """Return this rank's group of ``size`` neighbors; all ranks call it, ``size`` divides them."""
+    group, _ = dist.new_subgroups(size)
+    return group  # type: ignore[no-any-return]
 
 
 def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
@@ -69,12 +105,12 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
         return None
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, ProcessGroup):
-        check_process_group(group)
+        checked_group(group)
     if isinstance(group, int):
         raise ValueError(
             f"{_this_rank()} is not a member of this layer's process_group: "
-            "torch.distributed.new_group returned no group for it. Give each rank a group that it "
-            "is in, or do not run this layer on it in training mode"
+            "torch.distributed.new_group, or the mesh, has no group for it. Give each rank a group "
+            "that it is in, or do not run this layer on it in training mode"
         )
     return group if group is not None and group.size() > 1 else None
 

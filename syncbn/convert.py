@@ -4,7 +4,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 from torch import nn
 
@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from syncbn import _torch_private, collectives, fused, subclasses
+from syncbn import _torch_private, collectives, fused, groups, subclasses
 from syncbn._torch_private import BatchNormBase
-from syncbn.collectives import ProcessGroup
+from syncbn.collectives import DeviceMesh, ProcessGroup
 from syncbn.modules import BatchNorm, ModuleT, SyncBatchNorm, SyncBatchNormAct
 
 __all__ = ["check_module", "convert_sync_batchnorm", "revert_sync_batchnorm"]
@@ -35,18 +35,27 @@ Layers = list[tuple[str, nn.Module]]  # with their names in the model
 
 @overload
 def convert_sync_batchnorm(
-    module: BatchNormBase, process_group: ProcessGroup | None = None
+    module: BatchNormBase,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    group_size: int | Literal["node"] | None = None,
 ) -> BatchNormBase: ...
 
 
 @overload
 def convert_sync_batchnorm(
-    module: ModuleT, process_group: ProcessGroup | None = None
+    module: ModuleT,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    group_size: int | Literal["node"] | None = None,
 ) -> ModuleT: ...
 
 
 def convert_sync_batchnorm(
-    module: nn.Module, process_group: ProcessGroup | None = None
+    module: nn.Module,
+    process_group: ProcessGroup | DeviceMesh | None = None,
+    *,
+    group_size: int | Literal["node"] | None = None,
 ) -> nn.Module:
     """Replace a model's batch normalization layers by :class:`syncbn.SyncBatchNorm`.
 
@@ -60,16 +69,24 @@ def convert_sync_batchnorm(
 
     Args:
         module: The model; changed in place. An ordinary batch normalization layer itself is not.
-        process_group: The ranks that share a batch; None is all of them, or for a layer that is
-            synchronized already the group it has.
+        process_group: The ranks that share a batch, or a DeviceMesh of one dimension; None is all
+            ranks, or for a layer that is synchronized already the group it has.
+        group_size: Ranks that share a batch, in place of ``process_group``: groups of so many
+            neighboring ranks, or "node" for those of a machine, LOCAL_WORLD_SIZE. All ranks make
+            the groups in the first conversion with a size; later ones share them. 1 is local.
 
     Returns:
         ``module``, or the new layer where ``module`` is an ordinary batch normalization layer.
 
     Raises:
-        TypeError: ``module`` is not a module or ``process_group`` not a group.
+        TypeError: ``module`` is not a module, ``process_group`` not a group or ``group_size`` not a
+            number.
         ValueError: A lazy layer does not know its number of channels yet, a layer has been compiled
-            by itself, or ``fuse_modules_qat`` has been called and ``prepare_qat`` not yet.
+            by itself, or ``fuse_modules_qat`` has been called and ``prepare_qat`` not yet;
+            ``group_size`` together with ``process_group``, no divisor of the number of ranks, not
+            the same on all of them, or "node" without LOCAL_WORLD_SIZE.
+        RuntimeError: ``group_size`` where torch.distributed is not initialized, or another rank did
+            not come to make the groups.
         Nothing has been changed then.
 
     Example:
@@ -80,7 +97,11 @@ def convert_sync_batchnorm(
         SyncBatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
     """
     check_module(module)
-    collectives.check_process_group(process_group)
+    process_group = collectives.checked_group(process_group)
+    if group_size is not None:
+        if process_group is not None:
+            raise ValueError("expected process_group or group_size, but got both")
+        process_group = groups.group_of_size(group_size)
     layers, left_alone = _modules_to_visit(module, _has_no_sync_class)
     for name, layer in layers + left_alone:
         if isinstance(layer, LazyModuleMixin) and isinstance(layer, BatchNormBase):

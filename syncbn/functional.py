@@ -23,7 +23,7 @@ from syncbn import (
 from syncbn.activations import Through
 from syncbn.agreement import Record
 from syncbn.arguments import Arguments
-from syncbn.collectives import ProcessGroup
+from syncbn.collectives import DeviceMesh, ProcessGroup
 from syncbn.identity import ANONYMOUS, Identity, Layer, identity_of
 
 __all__ = ["sync_batch_norm"]
@@ -40,7 +40,7 @@ def sync_batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     *,
     residual: Tensor | None = None,
     activation: str | None = None,
@@ -70,7 +70,8 @@ def sync_batch_norm(
         training: Normalize by batch statistics and update the running ones.
         momentum: Weight of the batch in the running statistics, without a unit.
         eps: Added to the variance, in units of the input squared; not negative.
-        process_group: The ranks that share a batch; None is all of them.
+        process_group: The ranks that share a batch, or a DeviceMesh of one dimension; None is all
+            ranks.
         residual: Shape and dtype of ``input``, any strides.
         activation: None, "relu", "leaky_relu" or "silu".
         negative_slope: Of leaky ReLU, without a unit; not negative.
@@ -97,7 +98,7 @@ def sync_batch_norm(
                 [ 0.0000,  0.0000],
                 [ 1.2247,  1.2247]])
     """
-    collectives.check_process_group(process_group)
+    process_group = collectives.checked_group(process_group)
     arguments = Arguments(
         weight,
         bias,

@@ -21,7 +21,7 @@ from syncbn import (
 )
 from syncbn._torch_private import BatchNormBase
 from syncbn.arguments import Arguments
-from syncbn.collectives import ProcessGroup
+from syncbn.collectives import DeviceMesh, ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
 from syncbn.identity import ANONYMOUS, Identity, Layer
 
@@ -83,7 +83,8 @@ class SyncBatchNorm(BatchNormBase):
         affine: Learn a weight and a bias per channel.
         track_running_stats: Keep running statistics and evaluate with them; otherwise the
             statistics of the (local) batch serve in evaluation too.
-        process_group: The ranks that share a batch; None is all of them.
+        process_group: The ranks that share a batch, or a DeviceMesh of one dimension; None is all
+            ranks.
         device: Of the parameters and buffers.
         dtype: Of the parameters and running statistics.
         bias: With ``affine``, whether to learn a bias; keyword-only.
@@ -98,7 +99,7 @@ class SyncBatchNorm(BatchNormBase):
     Raises:
         TypeError: ``process_group``, ``eps`` or ``momentum`` of the wrong type.
         ValueError: ``eps`` negative or not finite, ``momentum`` not finite; an unknown
-            ``activation``; ``negative_slope`` negative or not finite.
+            ``activation``; ``negative_slope`` negative or not finite; a mesh of more dimensions.
 
     Example:
         >>> import torch
@@ -134,7 +135,7 @@ class SyncBatchNorm(BatchNormBase):
         momentum: float | None = 0.1,
         affine: bool = True,
         track_running_stats: bool = True,
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         device: Any = None,
         dtype: Any = None,
         *,
@@ -147,7 +148,7 @@ class SyncBatchNorm(BatchNormBase):
         checks.check_eps(eps)
         if momentum is not None:
             checks.check_momentum(momentum)
-        collectives.check_process_group(process_group)
+        process_group = collectives.checked_group(process_group)
         super().__init__(
             num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype
         )
@@ -173,7 +174,8 @@ class SyncBatchNorm(BatchNormBase):
         return self._process_group
 
     @process_group.setter
-    def process_group(self, group: ProcessGroup | None) -> None:
+    def process_group(self, given: ProcessGroup | DeviceMesh | None) -> None:
+        group: ProcessGroup | None = collectives.group_of_mesh(given)
         self._process_group = group
         # Not to be found out under torch.compile, which refuses code that touches such a group.
         is_member = not isinstance(group, int)  # as new_group returns it to others
@@ -251,18 +253,18 @@ class SyncBatchNorm(BatchNormBase):
     @overload
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: BatchNormBase, process_group: ProcessGroup | None = None
+        cls, module: BatchNormBase, process_group: ProcessGroup | DeviceMesh | None = None
     ) -> BatchNormBase: ...
 
     @overload
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: ModuleT, process_group: ProcessGroup | None = None
+        cls, module: ModuleT, process_group: ProcessGroup | DeviceMesh | None = None
     ) -> ModuleT: ...
 
     @classmethod
     def convert_sync_batchnorm(
-        cls, module: nn.Module, process_group: ProcessGroup | None = None
+        cls, module: nn.Module, process_group: ProcessGroup | DeviceMesh | None = None
     ) -> nn.Module:
         """Call :func:`syncbn.convert_sync_batchnorm`, for code that calls torch's class."""
         from syncbn.convert import convert_sync_batchnorm  # it builds on this module

@@ -1,0 +1,216 @@
+"""Groups of neighboring ranks, by their size or as a mesh's dimension."""
+
+import os
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import make_input
+from ranks import Ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
+
+WORLD = 4
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)).double()
+
+
+def share(rank):
+    # A spread of its own for each rank, so that each grouping has other statistics.
+    return make_input((2, 3, 4, 4), "contiguous", torch.float64, seed=rank) * (rank + 1)
+
+
+def normalize(rank, world_size, group_size):
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        converted = convert_sync_batchnorm(model(), group_size=group_size)
+    ours = [layer for layer in converted if isinstance(layer, SyncBatchNorm)]
+    assert len(ours) == 2 and ours[0].process_group is ours[1].process_group
+    converted = DistributedDataParallel(converted)
+    output = converted(share(rank))
+    output.square().sum().backward()
+    gradients = [parameter.grad for parameter in converted.parameters()]
+    return output.detach(), converted.module[1].running_var, gradients
+
+
+@pytest.mark.works('groups: `convert_sync_batchnorm(model, group_size=8)` and `"node"`')
+@pytest.mark.parametrize("group_size", [1, 2, 4, "node"])
+def test_each_group_has_the_statistics_of_its_own_batch(ranks, group_size):
+    size = 2 if group_size == "node" else group_size
+    outputs, gradients, variances = [], [], []
+    for first in range(0, WORLD, size):
+        reference = model()
+        output = reference(torch.cat([share(rank) for rank in range(first, first + size)]))
+        output.square().sum().backward()
+        outputs += output.detach().chunk(size)
+        gradients.append([parameter.grad for parameter in reference.parameters()])
+        variances += [reference[1].running_var] * size
+    averages = [sum(grads) / WORLD for grads in zip(*gradients, strict=True)]
+    for rank, (output, variance, own) in enumerate(ranks(WORLD).run(normalize, group_size)):
+        # float64, by its default tolerances
+        torch.testing.assert_close(output, outputs[rank])
+        torch.testing.assert_close(variance, variances[rank])
+        # Gradients in front of a normalization are sums that cancel: their rounding is that of
+        # some hundred terms of up to ten.
+        torch.testing.assert_close(own, averages, rtol=1e-7, atol=1e-10)
+
+
+def count_groups(rank, world_size):
+    made = []
+    with mock.patch.object(dist, "new_subgroups", side_effect=dist.new_subgroups) as new:
+        for size in (2, 2, 4, 2):
+            converted = convert_sync_batchnorm(model(), group_size=size)
+            made.append(converted[1].process_group)
+    again = convert_sync_batchnorm(converted, group_size=4)
+    shared = made[0] is made[1] is made[3] and again[1].process_group is dist.group.WORLD
+    return new.call_count, shared, [group.size() for group in made]
+
+
+def test_groups_are_made_once_for_a_size():
+    with Ranks(WORLD) as ranks:
+        assert ranks.run(count_groups) == [(1, True, [2, 2, 4, 2])] * WORLD
+
+
+def renew_groups(rank, world_size):
+    before = convert_sync_batchnorm(model(), group_size=1)[1].process_group
+    dist.destroy_process_group(before)
+    return convert_sync_batchnorm(model().double(), group_size=1)(share(rank)).shape
+
+
+def test_groups_that_were_destroyed_are_made_again():
+    with Ranks(2) as ranks:
+        assert ranks.run(renew_groups) == [(2, 4, 4, 4)] * 2
+
+
+def convert_with(rank, world_size, options, environment):
+    original = model()
+    options = dict(options)
+    if options.pop("with group", False):
+        options["process_group"] = dist.group.WORLD
+    with (
+        mock.patch.dict(os.environ, environment),
+        pytest.raises((TypeError, ValueError)) as error,
+    ):
+        convert_sync_batchnorm(original, **options)
+    assert type(original[1]) is type(original[2]) is nn.BatchNorm2d
+    # The ranks still agree.
+    assert convert_sync_batchnorm(original, group_size=2)[1].process_group.size() == 2
+    return f"{error.type.__name__}: {error.value}"
+
+
+BAD = [
+    ({"group_size": 3}, {}, "ValueError: group_size=3 must divide .* 4 ranks 1 would be left"),
+    ({"group_size": 8}, {}, "ValueError: group_size=8 must divide .* 4 ranks 4 would be left"),
+    ({"group_size": 0}, {}, "ValueError: expected group_size to be positive, but got 0"),
+    ({"group_size": -2}, {}, "ValueError: expected group_size to be positive, but got -2"),
+    ({"group_size": 2.0}, {}, "TypeError: .* a number or 'node', but got float"),
+    ({"group_size": True}, {}, "TypeError: .* a number or 'node', but got bool"),
+    ({"group_size": "rack"}, {}, "ValueError: .* a number or 'node', but got 'rack'"),
+    (
+        {"group_size": "node"},
+        {},
+        "ValueError: .* needs .* LOCAL_WORLD_SIZE, .* which torchrun sets",
+    ),
+    (
+        {"group_size": "node"},
+        {"LOCAL_WORLD_SIZE": "3"},
+        r"ValueError: the node's 3 ranks \(LOCAL_WORLD_SIZE\) must divide",
+    ),
+    (
+        {"group_size": 2, "with group": True},
+        {},
+        "ValueError: .* process_group or group_size, .* both",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "environment", "words"), BAD)
+def test_errors_are_on_all_ranks_and_nothing_is_converted(ranks, options, environment, words):
+    for said in ranks(WORLD).run(convert_with, options, environment):
+        assert re.match(words, said), said
+
+
+def convert_differently(rank, world_size, sizes):
+    original = model()
+    with mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "2"} if rank else {}):
+        try:
+            convert_sync_batchnorm(original, group_size=sizes[rank])
+        finally:
+            assert type(original[1]) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ((1, 2), ["rank 0 came with 1 and rank 1 with 2", "rank 1 came with 2 and rank 0 with 1"]),
+        (
+            ("node", "node"),
+            ["needs the environment", "no groups of 2 ranks were made: rank 0: .*needs"],
+        ),
+    ],
+)
+def test_ranks_that_differ_are_an_error_on_all(sizes, words):
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(convert_differently, sizes)
+    for outcome, expected in zip(outcomes, words, strict=True):
+        assert outcome.kind == "ValueError"
+        assert re.search(expected, outcome.message)
+
+
+def test_without_torch_distributed():
+    original = model()
+    with pytest.raises(
+        RuntimeError, match=r"group_size=1 .* not initialized; .*init_process_group"
+    ):
+        convert_sync_batchnorm(original, group_size=1)
+    assert type(original[1]) is nn.BatchNorm2d
+
+
+def use_a_mesh(rank, world_size):
+    init = dist.device_mesh.init_device_mesh
+    mesh = init("cpu", (2, 2), mesh_dim_names=("replicate", "dp"))
+    one = mesh["dp"]
+    layers = [
+        convert_sync_batchnorm(nn.BatchNorm2d(3), one),
+        SyncBatchNorm(3, process_group=one),
+        SyncBatchNorm(3),
+    ]
+    layers[2].process_group = one
+    assert all(layer.process_group is one.get_group() for layer in layers)
+    for make in (SyncBatchNorm, convert_sync_batchnorm):
+        with pytest.raises(ValueError, match=r"one dimension, but got a mesh of 2; .*mesh\['dp'\]"):
+            make(3 if make is SyncBatchNorm else nn.BatchNorm2d(3), process_group=mesh)
+    x = share(rank)
+    outputs = [layer.double()(x).detach() for layer in layers]
+    return [*outputs, sync_batch_norm(x, None, None, training=True, process_group=one)]
+
+
+@pytest.mark.works('a one-dimensional `DeviceMesh` in place of a group: `mesh["dp"]`')
+def test_mesh_of_one_dimension_stands_for_its_group():
+    with Ranks(WORLD) as ranks:
+        results = ranks.run(use_a_mesh)
+    for first in (0, 2):
+        x = torch.cat([share(first), share(first + 1)])
+        expected = nn.functional.batch_norm(x, None, None, training=True).chunk(2)
+        for rank in (0, 1):
+            for output in results[first + rank]:
+                # float64, by its default tolerances
+                torch.testing.assert_close(output, expected[rank])
+
+
+def train_outside_of_the_mesh(rank, world_size):
+    mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
+    return SyncBatchNorm(3, process_group=mesh).double()(share(rank)).shape
+
+
+def test_rank_outside_of_the_mesh():
+    with Ranks(3) as ranks:
+        *members, outsider = ranks.outcomes(train_outside_of_the_mesh)
+    assert members == [(2, 3, 4, 4)] * 2 and outsider.kind == "ValueError"
+    assert "rank 2 is not a member of this layer's process_group" in outsider.message
