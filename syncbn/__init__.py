@@ -2,20 +2,27 @@
 
 from syncbn._extension import build_info
 from syncbn.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from syncbn.frozen import freeze_statistics, unfreeze_statistics
 from syncbn.functional import sync_batch_norm
 from syncbn.fusion import explain_fusion, fuse_activations
 from syncbn.modules import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from syncbn.statistics import recompute_statistics
+from syncbn.synchrony import check_synchronized
 
 __all__ = [
     "SyncBatchNorm",
     "SyncBatchNorm1d",
     "SyncBatchNorm2d",
     "SyncBatchNorm3d",
+    "check_synchronized",
     "convert_sync_batchnorm",
     "explain_fusion",
+    "freeze_statistics",
     "fuse_activations",
+    "recompute_statistics",
     "revert_sync_batchnorm",
     "sync_batch_norm",
+    "unfreeze_statistics",
 ]
 
 __version__: str = build_info["version"]

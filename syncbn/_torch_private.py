@@ -3,6 +3,8 @@
 ``tests/layer/test_torch_private.py`` has a test of each.
 """
 
+import contextlib
+import sys
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,7 @@ __all__ = [
     "set_jit_tracing_state",
     "wait",
     "with_class",
+    "without_compiled_code",
     "without_dispatch_modes",
 ]
 
@@ -185,3 +188,14 @@ def with_class(module: nn.Module, cls: type[nn.Module]) -> Any:
         for key, hook in module.__dict__["_load_state_dict_pre_hooks"].items()
     )
     return new
+
+
+def without_compiled_code() -> contextlib.AbstractContextManager[Any]:
+    """Run the code from which torch.compile has made graphs in their place.
+
+    Setting a stance takes Dynamo, whose import takes seconds; without it nothing is compiled.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: Any = torch.compiler.set_stance("force_eager")
+    return stance  # type: ignore[no-any-return]

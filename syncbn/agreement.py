@@ -32,6 +32,7 @@ from syncbn.collectives import ProcessGroup, Store
 from syncbn.identity import ANONYMOUS, Identity, identity_numbered
 
 __all__ = [
+    "STEP",
     "History",
     "Record",
     "Report",
@@ -44,7 +45,8 @@ __all__ = [
 ]
 
 # Their positions are part of the tags.
-_DIRECTIONS = ("forward", "recomputation", "backward", "double backward")
+STEP = "step of recompute_statistics"  # between its batches: no pass of a layer
+_DIRECTIONS = ("forward", "recomputation", "backward", "double backward", STEP)
 _OF_CHANNELS = _DIRECTIONS[:3]  # whose messages have sums of channels alone
 
 # The outlook where several sizes have followed: neither 0 nor a size, so that no rank expects one.
@@ -112,7 +114,7 @@ class Record:
         return f"syncbn {self.direction} {self.layer.name}".rstrip()
 
     def __str__(self) -> str:
-        return f"the {self.name} of {self.layer}"
+        return _described(self.direction, self.layer)
 
 
 def _spread(number: int) -> int:
@@ -135,10 +137,12 @@ class History:
         self.num_comparisons = 0
         self.sizes_compared: set[int] = set()
         self.verdicts: dict[torch.device, Tensor] = {}
+        self.num_failures = 0
         self.forget()
 
     def forget(self) -> None:
         """Expect nothing: after a failure ranks may go on at different places."""
+        self.num_failures += 1  # the first is this history's beginning
         self.last = Record(self, ANONYMOUS, "forward")
         self.last_outlook = 0  # as it was sent
         self.totals: Tensor | None = None
@@ -314,11 +318,15 @@ class History:
 def describe(tag: int) -> str:
     """Return the pass of a tag in words."""
     number, place = divmod(tag, 8)
-    return f"the {_pass(_DIRECTIONS[place - 1])} of {identity_numbered(number)}"
+    return _described(_DIRECTIONS[place - 1], identity_numbered(number))
+
+
+def _described(direction: str, layer: Identity) -> str:
+    return f"the {_pass(direction)}" + ("" if direction == STEP else f" of {layer}")
 
 
 def _pass(direction: str) -> str:
-    return direction if direction == "recomputation" else f"{direction} pass"
+    return direction if direction in ("recomputation", STEP) else f"{direction} pass"
 
 
 def check_sound(totals: Tensor, tag_sum: float) -> None:

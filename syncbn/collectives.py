@@ -16,16 +16,22 @@ __all__ = [
     "DeviceMesh",
     "ProcessGroup",
     "Store",
+    "Work",
     "adds_up",
     "all_reduce_sum",
+    "are_equal",
     "checked_group",
+    "gather",
+    "global_rank",
     "group_named",
     "group_of_mesh",
     "is_debugging",
+    "is_member",
     "likely_device",
     "name_of",
     "new_subgroup",
     "resolve_group",
+    "start_all_reduce",
     "store_of",
     "world",
 ]
@@ -38,10 +44,11 @@ if TYPE_CHECKING or _AVAILABLE:
         DeviceMesh,
         ProcessGroup,
         Store,
+        Work,
         get_debug_level,
     )
 else:
-    DeviceMesh = ProcessGroup = Store = Any
+    DeviceMesh = ProcessGroup = Store = Work = Any
 
 # Returned by torch.distributed.new_group on a rank that is not a member.
 _NON_MEMBER = -100
@@ -115,6 +122,19 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
     return group if group is not None and group.size() > 1 else None
 
 
+def is_member(process_group: ProcessGroup | None) -> bool:
+    """Whether this rank is in the group, which may be what ``new_group`` returns to others."""
+    return not isinstance(process_group, int)
+
+
+def global_rank(group: ProcessGroup, rank: int) -> int:
+    """Return the number that a rank of the group has among all ranks."""
+    try:
+        return dist.get_global_rank(group, rank)
+    except ValueError:  # a group that torch.distributed has not made
+        return rank
+
+
 def group_named(name: str) -> ProcessGroup:
     """Return the group of this name, which a graph holds in place of the group.
 
@@ -185,6 +205,39 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tens
         return _torch_private.wait(_torch_private.all_reduce(tensor, group.group_name))
     dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def start_all_reduce(tensor: Tensor, group: ProcessGroup) -> Work | None:
+    """Start to sum ``tensor`` over the group's ranks, in place; return what can be waited for."""
+    work: Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
+
+
+def are_equal(digests: list[tuple[ProcessGroup, bytes]]) -> list[bool]:
+    """Return for each group whether its ranks gave the same 16 bytes; one collective for each.
+
+    All are started before one is waited for: ranks may have different groups.
+    """
+    started = []
+    for group, digest in digests:
+        parts = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
+        numbers = torch.tensor([parts, [-part for part in parts]], device=likely_device(group))
+        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group, async_op=True)
+        started.append((numbers, work))
+    equal = []
+    for numbers, work in started:
+        if work is not None:
+            work.wait()
+        largest, negated = numbers.cpu()
+        equal.append(torch.equal(largest, -negated))
+    return equal
+
+
+def gather(value: Any, group: ProcessGroup) -> list[Any]:
+    """Return what each rank of the group gives: anything that can be pickled."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _named(name: str, function: Any) -> Any:

@@ -27,6 +27,7 @@ _ATTRIBUTES = (
     "_identity",
     "_identity_tensor",
     "_converted_from",
+    "_frozen",
 )
 _FOLLOWING = {"activation": None, "negative_slope": 0.01}
 

@@ -1,7 +1,7 @@
 """Messages between ranks: the sums of a pass, and withdrawals."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -18,23 +18,26 @@ from syncbn import (
     tracing,
 )
 from syncbn.activations import Through
-from syncbn.agreement import Record, history_of
+from syncbn.agreement import STEP, Record, history_of
 from syncbn.arguments import Arguments
-from syncbn.collectives import ProcessGroup
+from syncbn.collectives import ProcessGroup, Work
 from syncbn.identity import Identity
 
 __all__ = [
     "check",
+    "each_rank",
     "group_named",
     "judge",
     "judge_for",
     "judge_late",
+    "judge_now",
     "start_backward",
     "start_forward",
     "sum_over_ranks",
     "sum_statistics",
     "sum_values",
     "wait",
+    "withdraw",
 ]
 
 
@@ -165,6 +168,23 @@ def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
     return totals[:-4]
 
 
+def each_rank(flag: bool, group: ProcessGroup, layer: Identity, device: torch.device) -> list[bool]:
+    """Return the flag of each rank of the group: a step between passes of layers.
+
+    Raises:
+        RuntimeError: As :func:`sum_over_ranks`; the ranks do not all make this step, or another
+            rank has withdrawn.
+    """
+    record = history_of(group).record(layer, STEP)
+    flags = [0.0] * group.size()
+    flags[group.rank()] = float(flag)
+    end = [0.0, record.tag, record.outlook, record.outlook**2]
+    message = torch.tensor([*flags, *end], dtype=torch.float64, device=device)
+    _enter(message, group, record)
+    totals = judge_now(sum_over_ranks(message, group, record), group, record)
+    return [value != 0 for value in totals[:-4].tolist()]
+
+
 def sum_over_ranks(message: Tensor, group: ProcessGroup | None, record: Record | None) -> Tensor:
     """Sum the message of a pass over the ranks; what they say at its end is not looked at.
 
@@ -241,6 +261,17 @@ def judge(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> 
             agreement.check_sound(totals, record.history.sum_of(record.tag, group))
     except (ops.PassesDifferError, ops.WithdrawnError) as error:
         raise errors.of_pass(error, record.layer, group, record) from None
+
+
+def judge_now(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> Tensor:
+    """Return the sums on the CPU, after :func:`judge`; waits for the device.
+
+    Raises:
+        RuntimeError: As :func:`judge`.
+    """
+    totals = totals.cpu()
+    judge(totals, group, record)
+    return totals
 
 
 def judge_for(
@@ -347,23 +378,53 @@ def _withdraw(
     if group is not None:
         tensors = [] if arguments is None else list(arguments.vectors)
         known = [tensor for tensor in (*tensors, input) if isinstance(tensor, Tensor)]
-        device = known[0].device if known else collectives.likely_device(group)
+        device = known[0].device if known else None
         channels = _count_channels(input, arguments)
         size = None if channels is None else agreement.size_of(channels)
-        history = history_of(group)
-        # An error in here must not hide that of the rank.
-        with (
-            _no_trace(),
-            _torch_private.without_dispatch_modes(),
-            contextlib.suppress(RuntimeError, ValueError),
-        ):
-            history.num_passes += 1
-            words = reports.write_withdrawal(group, history, error)
-            size = history.size_to_meet(size, words, group, device)
-            if size:
-                _send_withdrawal(group, size, device)
-        history.forget()
+        _wait_for(_start_withdrawal(error, group, size, device))
     return errors.with_layer_and_rank(error, layer, group)
+
+
+def withdraw(error: Exception, groups: Iterable[ProcessGroup]) -> None:
+    """Withdraw this rank from whatever the other ranks of these groups do next.
+
+    Belongs to code between passes. Starts in all groups before it waits for any: the others may
+    wait in any of them.
+    """
+    for work in [_start_withdrawal(error, group) for group in groups]:
+        _wait_for(work)
+
+
+def _start_withdrawal(
+    error: Exception,
+    group: ProcessGroup,
+    size: int | None = None,
+    device: torch.device | None = None,
+) -> Work | None:
+    """Tell why this rank withdraws, and start to do so; ``size`` as of a message, if known."""
+    if device is None:
+        device = collectives.likely_device(group)
+    history = history_of(group)
+    work = None
+    # An error in here must not hide that of the rank.
+    with (
+        _no_trace(),
+        _torch_private.without_dispatch_modes(),
+        contextlib.suppress(RuntimeError, ValueError),
+    ):
+        history.num_passes += 1
+        words = reports.write_withdrawal(group, history, error)
+        size = history.size_to_meet(size, words, group, device)
+        if size:
+            work = collectives.start_all_reduce(_withdrawal(size, device), group)
+    history.forget()
+    return work
+
+
+def _wait_for(work: Work | None) -> None:
+    with contextlib.suppress(RuntimeError, ValueError):
+        if work is not None:
+            work.wait()
 
 
 def _count_channels(input: object, arguments: Arguments | None) -> int | None:
@@ -380,11 +441,16 @@ def _count_channels(input: object, arguments: Arguments | None) -> int | None:
 
 
 def _send_withdrawal(group: ProcessGroup, size: int, device: torch.device) -> None:
-    """Take part in the collective of the other ranks with a count of NaN."""
+    """Take part in the collective of the other ranks."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        collectives.all_reduce_sum(_withdrawal(size, device), group)
+
+
+def _withdrawal(size: int, device: torch.device) -> Tensor:
+    """Return a message with a count of NaN."""
     message = torch.zeros(size, dtype=torch.float64, device=device)
     message[-4] = torch.nan
-    with contextlib.suppress(RuntimeError, ValueError):
-        collectives.all_reduce_sum(message, group)
+    return message
 
 
 @contextlib.contextmanager

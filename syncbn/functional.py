@@ -164,6 +164,9 @@ def train(
         except ValueError as error:
             raise errors.with_layer_and_rank(error, identity, group) from None
     dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
+    if arguments.observe is not None:
+        arguments.observe(exchange.judge_now(totals, group, record))
+        arguments = arguments.without_running()
     weight, bias, *_ = arguments
     residual = arguments.residual
     if residual is not None:

@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.fx
@@ -24,6 +24,9 @@ from syncbn.arguments import Arguments
 from syncbn.collectives import DeviceMesh, ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
 from syncbn.identity import ANONYMOUS, Identity, Layer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "BatchNorm",
@@ -118,6 +121,10 @@ class SyncBatchNorm(BatchNormBase):
     _identity_tensor = ANONYMOUS.as_tensor()
     _process_group: ProcessGroup | None = None
     _fits_graph = True
+    # While recompute_statistics runs: what takes the sums of each pass.
+    _observe: Callable[[Tensor], None] | None = None
+    # From freeze_statistics: the mode and the flags requires_grad that the way back restores.
+    _frozen: dict[str, bool] | None = None
     # Numbers of dimensions that it takes; None for two or more.
     _dims: tuple[int, ...] | None = None
     # Whether ``activation`` and ``negative_slope`` are this class's and no subclass's.
@@ -189,6 +196,18 @@ class SyncBatchNorm(BatchNormBase):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
+    def train(self, mode: bool = True) -> "Self":
+        """Set the mode; a frozen layer stays in evaluation, see :func:`syncbn.freeze_statistics`.
+
+        Returns:
+            The layer itself.
+        """
+        super().train(mode)
+        if self._frozen is not None:
+            self._frozen = {**self._frozen, "training": mode}
+            self.training = False
+        return self
+
     def extra_repr(self) -> str:
         """Return the arguments, those of torch's layer and what follows the normalization."""
         text: str = super().extra_repr()
@@ -238,6 +257,7 @@ class SyncBatchNorm(BatchNormBase):
             activation,
             negative_slope,
             self._dims,
+            self._observe,
         )
         if not self.training:
             return functional.evaluate(input, arguments, layer)

@@ -6,7 +6,9 @@ import importlib
 import pytest
 
 
-@pytest.mark.parametrize("name", ["functional", "modules", "convert"])
+@pytest.mark.parametrize(
+    "name", ["functional", "modules", "convert", "frozen", "statistics", "synchrony"]
+)
 def test_examples_in_docstrings(name):
     module = importlib.import_module(f"syncbn.{name}")
     results = doctest.testmod(module, extraglobs={"__name__": "__doctest__"})

@@ -1,0 +1,292 @@
+"""recompute_statistics(): running statistics of the whole population, as precise BN has them."""
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from syncbn import _torch_private, collectives, exchange
+from syncbn.agreement import history_of
+from syncbn.collectives import ProcessGroup
+from syncbn.convert import check_module
+from syncbn.frozen import layers_of
+from syncbn.identity import Identity
+from syncbn.modules import SyncBatchNorm
+from syncbn.population import Population
+
+__all__ = ["recompute_statistics"]
+
+Forward = Callable[[Any, Any], object]
+
+# Not anonymous: ranks are to remember what follows a step.
+_STEP = Identity("")
+_END = object()
+
+
+def recompute_statistics(
+    model: nn.Module, batches: Iterable[Any], forward: Forward | None = None
+) -> None:
+    """Replace running statistics by those of all values of all batches of all ranks ("precise BN").
+
+    Each :class:`syncbn.SyncBatchNorm` layer gets the mean and the unbiased variance of the values
+    that its group's ranks give it in one run over ``batches``, as if they were one batch: counts,
+    means and squared deviations of the batches are merged in float64. During the run the layers
+    normalize by the batch, as in training, and make the forward pass's all-reduce.
+    ``num_batches_tracked`` becomes the number of batches, that of the rank with the most.
+    ``torch.optim.swa_utils.update_bn``, in its place, averages the batches' variances.
+
+    The ranks of the layers' group all call this; if the layers have several groups, all ranks of
+    torch.distributed do. A rank whose batches end before those of others goes on with empty ones.
+
+    Only layers with running statistics that are not frozen and whose group has this rank take part.
+    A layer that gets no values keeps its statistics, and so does a channel with a NaN or infinity
+    in it; a warning names the layer. All else stays: momentum, modes, gradients, other buffers. If
+    something raises, so do the running statistics, and the other ranks raise as well.
+
+    Args:
+        model: The model, on all ranks the same. Layers other than ours stay in the mode that they
+            are in: call ``model.eval()`` first for dropout to be off.
+        batches: Read once. Each batch is a tensor on the model's device or, as a loader with labels
+            gives it, a list or tuple that begins with one, which is what the model is called with.
+        forward: Called as ``forward(model, batch)`` in place of that, with batches of any type.
+            All ranks then need the same number of batches.
+
+    Raises:
+        TypeError: ``model`` is not a module, or a batch holds no tensor and there is no
+            ``forward``.
+        ValueError: No layer takes part, though its group has this rank; a rank has no batches;
+            with ``forward``, ranks have different numbers of batches; layers have several groups
+            and torch.distributed is not initialized.
+        RuntimeError: Another rank raised an error, which is told, or runs other layers.
+        And whatever ``batches``, ``forward`` and ``model`` raise.
+
+    Example:
+        >>> import torch
+        >>> from syncbn import SyncBatchNorm, recompute_statistics
+        >>> layer = SyncBatchNorm(1)
+        >>> recompute_statistics(layer, [torch.tensor(x).view(2, 1) for x in ([0.0, 1.0], [2.0, 7.0])])
+        >>> layer.running_mean, layer.running_var
+        (tensor([2.5000]), tensor([9.6667]))
+    """
+    check_module(model)
+    layers = _layers_to_recompute(model)
+    if not layers:
+        return
+    groups = _groups_of(layers.values())
+    # A group in which this rank fails from now on has heard of it.
+    failures = {group: history_of(group).num_failures for group in groups}
+    try:
+        populations = {name: Population(layer) for name, layer in layers.items()}
+        with _kept_buffers(model), _observed(layers, populations), _eager(model):
+            _run(model, batches, forward, list(populations.values()), groups)
+    except Exception as error:
+        heard = (group for group, number in failures.items() if _num_failures(group) == number)
+        exchange.withdraw(error, list(heard))
+        raise
+    incomplete = [
+        f"{name!r} ({what})"
+        for name, population in populations.items()
+        if (what := population.write())
+    ]
+    if incomplete:
+        warnings.warn(
+            "recompute_statistics left running statistics as they were, of the layers "
+            + ", ".join(incomplete),
+            stacklevel=2,
+        )
+
+
+def _num_failures(group: ProcessGroup) -> int:
+    return history_of(group).num_failures
+
+
+def _layers_to_recompute(model: nn.Module) -> dict[str, SyncBatchNorm]:
+    """Return the layers that take part, by name; none if their groups are all other ranks'.
+
+    Raises:
+        ValueError: There are none; the other ranks hear of it.
+    """
+    try:
+        named = layers_of(model)
+        layers = {
+            name: layer
+            for name, layer in named.items()
+            if layer._frozen is None
+            and layer.track_running_stats
+            and layer.running_mean is not None
+            and layer.running_var is not None
+        }
+        if not layers:
+            raise ValueError(
+                "expected a SyncBatchNorm layer whose running statistics can be recomputed, but "
+                f"each of the {len(named)} of this {type(model).__name__} is frozen or has "
+                "track_running_stats=False; call syncbn.unfreeze_statistics first"
+            )
+    except ValueError as error:
+        default = collectives.resolve_group(None)
+        exchange.withdraw(error, [] if default is None else [default])
+        raise
+    return {
+        name: layer for name, layer in layers.items() if collectives.is_member(layer.process_group)
+    }
+
+
+def _groups_of(layers: Iterable[SyncBatchNorm]) -> list[ProcessGroup]:
+    """Return the groups that the layers synchronize with; first the one that meets at each step."""
+    resolved = [collectives.resolve_group(layer.process_group) for layer in layers]
+    groups = list(dict.fromkeys(group for group in resolved if group is not None))
+    if len(groups) < 2:
+        return groups
+    default = collectives.resolve_group(None)
+    if default is None:
+        raise ValueError(
+            "expected the layers of the model to have one process group, or torch.distributed to "
+            f"be initialized, but they have {len(groups)} groups and it is not"
+        )
+    return [default, *(group for group in groups if group is not default)]
+
+
+def _run(
+    model: nn.Module,
+    batches: Iterable[Any],
+    forward: Forward | None,
+    populations: list[Population],
+    groups: list[ProcessGroup],
+) -> None:
+    """Run the model over the batches of all ranks, step by step together."""
+    meeting = groups[0] if groups else None
+    device = populations[0].running_mean.device
+    iterator = iter(_with_progress(batches, meeting))
+    empty: Tensor | None = None
+    for step in itertools.count():
+        batch = next(iterator, _END)
+        has_batch = [batch is not _END]
+        if meeting is not None:
+            has_batch = exchange.each_rank(has_batch[0], meeting, _STEP, device)
+        if not all(has_batch):
+            _check_missing(has_batch, step, forward, meeting)
+            if not any(has_batch):
+                return
+        if batch is not _END and forward is not None:
+            forward(model, batch)
+        elif batch is not _END:
+            input = _input_of(batch)
+            empty = input[:0].clone()
+            model(input)
+        else:
+            model(empty)
+        for population in populations:
+            population.end_batch()
+
+
+def _check_missing(
+    has_batch: list[bool], step: int, forward: Forward | None, meeting: ProcessGroup | None
+) -> None:
+    """Raise ValueError, on all ranks, where those without a batch cannot go on with empty ones."""
+    if step > 0 and (forward is None or not any(has_batch)):
+        return
+    missing = [rank for rank, has in enumerate(has_batch) if not has]
+    ranks = "there was none"
+    if meeting is not None:
+        history_of(meeting).forget()  # as all ranks do, which need not be told
+        names = ", ".join(str(collectives.global_rank(meeting, rank)) for rank in missing)
+        ranks = f"rank {names} had none" if len(missing) == 1 else f"ranks {names} had none"
+    if step == 0:
+        raise ValueError(
+            "recompute_statistics: expected at least one batch"
+            f"{'' if meeting is None else ' on each rank'}, but {ranks}; batches are read once: "
+            "give a list or a loader, or a new iterator"
+        )
+    raise ValueError(
+        "recompute_statistics: expected the same number of batches on all ranks, because forward "
+        f"is given and no empty batch can be made for it, but at batch {step + 1} {ranks}; give "
+        "each rank as many, or leave forward out"
+    )
+
+
+def _input_of(batch: object) -> Tensor:
+    """Return what the model is called with.
+
+    Raises:
+        TypeError: The batch does not hold it.
+    """
+    first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
+    if isinstance(first, Tensor):
+        return first
+    kind = type(batch).__name__ if first is batch else f"{type(batch).__name__} that begins with "
+    raise TypeError(
+        "recompute_statistics: expected each batch to be a tensor, or a list or tuple that begins "
+        f"with one, but got a {kind}{'' if first is batch else type(first).__name__}; give "
+        "forward=, a function that is called with the model and the batch"
+    )
+
+
+def _with_progress(batches: Iterable[Any], meeting: ProcessGroup | None) -> Iterable[Any]:
+    """Show progress in the first rank's terminal, where tqdm is installed."""
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        return batches
+    is_first = meeting is None or meeting.rank() == 0
+    # None: shown in a terminal alone.
+    bar: Iterable[Any] = tqdm(batches, "recompute_statistics", disable=None if is_first else True)
+    return bar
+
+
+@contextlib.contextmanager
+def _kept_buffers(model: nn.Module) -> Iterator[None]:
+    """Give the modules the buffers and the values that they had."""
+    kept = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, value in kept:
+                if getattr(module, name, None) is not buffer:
+                    setattr(module, name, buffer)
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
+
+
+@contextlib.contextmanager
+def _observed(
+    layers: dict[str, SyncBatchNorm], populations: dict[str, Population]
+) -> Iterator[None]:
+    """Have the layers, and nothing inside of them, train, and tell what they normalize by."""
+    modes = {name: layer.training for name, layer in layers.items()}
+    try:
+        for name, layer in layers.items():
+            layer._observe = populations[name].add
+            layer.training = True
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.__dict__.pop("_observe", None)
+            layer.training = modes[name]
+
+
+@contextlib.contextmanager
+def _eager(model: nn.Module) -> Iterator[None]:
+    """Run the model's code as it is: without gradients, compiled graphs or broadcasts of buffers.
+
+    DistributedDataParallel's broadcast would wait for a rank that has raised before it.
+    """
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    broadcasts = [wrapper.require_forward_param_sync for wrapper in wrappers]
+    try:
+        for wrapper in wrappers:
+            wrapper.require_forward_param_sync = False
+        with torch.no_grad(), _torch_private.without_compiled_code():
+            yield
+    finally:
+        for wrapper, broadcast in zip(wrappers, broadcasts, strict=True):
+            wrapper.require_forward_param_sync = broadcast
