@@ -69,7 +69,8 @@ def recompute_statistics(
         >>> import torch
         >>> from syncbn import SyncBatchNorm, recompute_statistics
         >>> layer = SyncBatchNorm(1)
-        >>> recompute_statistics(layer, [torch.tensor(x).view(2, 1) for x in ([0.0, 1.0], [2.0, 7.0])])
+        >>> batches = [torch.tensor([[0.0], [1.0]]), torch.tensor([[2.0], [7.0]])]
+        >>> recompute_statistics(layer, batches)
         >>> layer.running_mean, layer.running_var
         (tensor([2.5000]), tensor([9.6667]))
     """
