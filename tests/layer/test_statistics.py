@@ -329,21 +329,33 @@ def test_empty_batches_count_for_nothing():
     check_statistics(layer, torch.cat(batches), 4, **FLOAT64)
 
 
-def test_fused_and_compiled_models():
+def assert_as(model, expected):
+    for layer, reference in zip(ours(model), ours(expected), strict=True):
+        # The second layer's input comes out of other operators.
+        for name in ("running_mean", "running_var"):
+            actual = getattr(layer, name)
+            torch.testing.assert_close(actual, getattr(reference, name), rtol=1e-12, atol=1e-12)
+        assert layer.num_batches_tracked == reference.num_batches_tracked
+
+
+def test_fused_models():
     model, batches = make_model(), make_batches()
-    expected = copy.deepcopy(model)
-    recompute_statistics(expected, batches)
     fused = fuse_activations(copy.deepcopy(model))
     recompute_statistics(fused, batches)
+    recompute_statistics(model, batches)
+    assert_as(fused, model)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_compiled_models_run_as_they_are():
+    model, batches = make_model(), make_batches()
     compiled = torch.compile(copy.deepcopy(model), backend="eager")
-    compiled.train()(batches[0])
-    recompute_statistics(compiled.eval(), batches)
-    for other in (fused, compiled):
-        for layer, reference in zip(ours(other), ours(expected), strict=True):
-            # The second layer's input comes out of other operators.
-            tolerance = {"rtol": 1e-12, "atol": 1e-12}
-            torch.testing.assert_close(layer.running_var, reference.running_var, **tolerance)
-            assert layer.num_batches_tracked == 4
+    for mode in (True, False):  # a graph of each is there
+        compiled.train(mode)(batches[0])
+    recompute_statistics(compiled, batches)
+    recompute_statistics(model, batches)
+    assert_as(compiled, model)
 
 
 def test_needs_no_tqdm_and_shows_progress_with_it(monkeypatch):

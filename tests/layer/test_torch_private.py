@@ -269,3 +269,27 @@ def test_torch_without_a_name_ends_the_import_with_words(name):
     last = result.stderr.splitlines()[-1]
     assert f"this version of syncbn does not know torch {torch.__version__}" in last
     assert name in last and last.endswith("Upgrade syncbn, or install an earlier torch")
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script")
+def test_compiled_code_runs_as_it_is():
+    calls = []
+
+    def backend(graph, inputs):
+        calls.append("compiled")
+        return lambda *args: (calls.append("graph"), graph(*args))[1]
+
+    compiled = torch.compile(lambda x: x + 1, backend=backend)
+    compiled(torch.ones(2))
+    with _torch_private.without_compiled_code():
+        assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
+    assert calls == ["compiled", "graph"]
+    compiled(torch.ones(2))
+    assert calls == ["compiled", "graph", "graph"]
+
+
+def test_dynamo_is_not_imported_for_code_that_is_not_compiled(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
+    with _torch_private.without_compiled_code():
+        assert "torch._dynamo" not in sys.modules
