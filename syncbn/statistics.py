@@ -23,8 +23,6 @@ __all__ = ["recompute_statistics"]
 
 Forward = Callable[[Any, Any], object]
 
-# Not anonymous: ranks are to remember what follows a step.
-_STEP = Identity("")
 _END = object()
 
 
@@ -162,13 +160,16 @@ def _run(
     """Run the model over the batches of all ranks, step by step together."""
     meeting = groups[0] if groups else None
     device = populations[0].running_mean.device
+    # Of this run: after those of another model something else follows, and the ranks, which remember
+    # what follows, would expect nothing any more.
+    identity = Identity("")
     iterator = iter(_with_progress(batches, meeting))
     empty: Tensor | None = None
     for step in itertools.count():
         batch = next(iterator, _END)
         has_batch = [batch is not _END]
         if meeting is not None:
-            has_batch = exchange.each_rank(has_batch[0], meeting, _STEP, device)
+            has_batch = exchange.each_rank(has_batch[0], meeting, identity, device)
         if not all(has_batch):
             _check_missing(has_batch, step, forward, meeting)
             if not any(has_batch):
