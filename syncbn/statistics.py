@@ -160,8 +160,8 @@ def _run(
     """Run the model over the batches of all ranks, step by step together."""
     meeting = groups[0] if groups else None
     device = populations[0].running_mean.device
-    # Of this run: after those of another model something else follows, and the ranks, which remember
-    # what follows, would expect nothing any more.
+    # Of this run: something else follows the steps of another model, and ranks that have seen
+    # several things follow expect none of them.
     identity = Identity("")
     iterator = iter(_with_progress(batches, meeting))
     empty: Tensor | None = None
