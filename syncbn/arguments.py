@@ -27,7 +27,7 @@ class Arguments(NamedTuple):
     input's shape and dtype, is added to the normalized input, then comes the ``activation``, a key
     of :data:`syncbn.activations.NUMBERS`. ``dims`` are the numbers of dimensions that a layer
     takes; None for two or more. ``observe`` is called with the sums over all ranks of each pass in
-    training, float64 on the CPU, which then updates nothing: for :mod:`syncbn.statistics`.
+    training, float64 on the CPU: for :mod:`syncbn.statistics`.
     """
 
     weight: Tensor | None

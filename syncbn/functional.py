@@ -166,7 +166,6 @@ def train(
     dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
     if arguments.observe is not None:
         arguments.observe(exchange.judge_now(totals, group, record))
-        arguments = arguments.without_running()
     weight, bias, *_ = arguments
     residual = arguments.residual
     if residual is not None:
