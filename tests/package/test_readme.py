@@ -18,16 +18,18 @@ DOCUMENTS = [
     "docs/integrations.md",
     "docs/numerics.md",
     "docs/pytorch2.md",
+    "docs/statistics.md",
 ]
 
 
-def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language, document=README):
+    return re.findall(rf"```{language}\n(.*?)```", document, re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "launch", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]]
-)
+TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.mark.parametrize("launch", [[], TWO_PROCESSES])
 def test_python_code_runs_in_one_process_and_in_two(tmp_path, launch):
     (code,) = blocks("python")
     (tmp_path / "train.py").write_text(code)
@@ -36,6 +38,17 @@ def test_python_code_runs_in_one_process_and_in_two(tmp_path, launch):
     assert result.returncode == 0, result.stderr
     printed = re.findall(r"tensor\([^)]*\)", result.stdout)
     assert len(printed) == (2 if launch else 1) and len(set(printed)) == 1
+
+
+@pytest.mark.parametrize("launch", [[], TWO_PROCESSES])
+def test_code_of_the_statistics_runs_in_one_process_and_in_two(tmp_path, launch):
+    (code,) = blocks("python", (ROOT / "docs/statistics.md").read_text())
+    if launch:
+        code = f"import torch\ntorch.distributed.init_process_group('gloo')\n{code}"
+    (tmp_path / "statistics_of_layers.py").write_text(code)
+    command = [sys.executable, *launch, "statistics_of_layers.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
 
 
 def commands():
