@@ -135,6 +135,20 @@ def test_each_group_by_itself(three_ranks):
         )
 
 
+def groups_in_another_order(rank, world_size):
+    groups = {name: dist.new_group([0, 1]) for name in ("first", "second")}
+    model = nn.Sequential()
+    for name in sorted(groups, reverse=rank == 1):
+        model.add_module(name, SyncBatchNorm(2, process_group=groups[name]))
+        model[-1].running_mean.fill_(rank)
+    check_synchronized(model)
+
+
+def test_groups_are_compared_in_one_order(two_ranks):
+    messages = two_ranks.run(message_of, "groups_in_another_order")
+    check_messages(messages, r"(?s)'first': running_mean .*'second': running_mean ")
+
+
 def count_collectives(rank, world_size):
     calls, all_reduce = [], dist.all_reduce
 
