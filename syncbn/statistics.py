@@ -195,7 +195,6 @@ def _check_missing(
     missing = [rank for rank, has in enumerate(has_batch) if not has]
     ranks = "there was none"
     if meeting is not None:
-        history_of(meeting).forget()  # as all ranks do, which need not be told
         names = ", ".join(str(collectives.global_rank(meeting, rank)) for rank in missing)
         ranks = f"rank {names} had none" if len(missing) == 1 else f"ranks {names} had none"
     if step == 0:

@@ -178,7 +178,7 @@ def fail(rank, world_size, case, failing, after, several):
 
     if case == "batches":
         batches = broken(batches)
-    elif case == "forward":
+    elif case in ("forward", "wrapped"):
 
         def forward(model, batch):
             fail_at_last()
@@ -199,9 +199,10 @@ def fail(rank, world_size, case, failing, after, several):
         batches = ["words"]
     elif case == "not iterable" and rank == failing:
         batches = 3
+    called = DistributedDataParallel(model) if case == "wrapped" else model
     began = time.monotonic()
     try:
-        recompute_statistics(model, batches, forward)
+        recompute_statistics(called, batches, forward)
         error = None
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
@@ -217,6 +218,7 @@ def fail(rank, world_size, case, failing, after, several):
 CASES = {
     "batches": "OwnError: boom",
     "forward": "OwnError: boom",
+    "wrapped": "OwnError: boom",  # before DistributedDataParallel's forward, which communicates
     "between": "OwnError: boom",
     "behind": "OwnError: boom",
     "input": "RuntimeError: .*conv1d",
