@@ -1,7 +1,4 @@
-"""Messages between ranks: the sums of a pass, and withdrawals."""
-
-import contextlib
-from collections.abc import Iterable, Iterator
+"""Messages between ranks: the sums of a pass."""
 
 import torch
 from torch import Tensor
@@ -16,11 +13,12 @@ from syncbn import (
     ops,
     reports,
     tracing,
+    withdrawals,
 )
 from syncbn.activations import Through
 from syncbn.agreement import STEP, Record, history_of
 from syncbn.arguments import Arguments
-from syncbn.collectives import ProcessGroup, Work
+from syncbn.collectives import ProcessGroup
 from syncbn.identity import Identity
 
 __all__ = [
@@ -37,7 +35,6 @@ __all__ = [
     "sum_statistics",
     "sum_values",
     "wait",
-    "withdraw",
 ]
 
 
@@ -100,7 +97,7 @@ def start_forward(
         record = history_of(group).record(layer, tracing.forward_direction())
         message = ops.batch_norm_stats(dense, record.tag, record.outlook)
     except Exception as error:
-        raise _withdraw(error, group, layer, input, arguments) from None
+        raise withdrawals.from_pass(error, group, layer, input, arguments) from None
     _check_join(group, layer)
     _enter(message, group, record)
     return dense, message, record
@@ -143,7 +140,7 @@ def start_backward(
                 *operands, *through.for_operators(), through.residual, through.output
             )
     except Exception as error:
-        raise _withdraw(error, group, layer, input, None) from None
+        raise withdrawals.from_pass(error, group, layer, input, None) from None
     if group is not None and record is not None:
         _enter(sums, group, record)
     grad_weight, grad_bias = gradients
@@ -227,7 +224,7 @@ def _enter(message: Tensor, group: ProcessGroup, record: Record) -> None:
     different = errors.of_report(other, group, record)
     if other.size:
         reports.write_withdrawal(group, history, different)
-        _send_withdrawal(group, other.size, message.device)
+        withdrawals.send(group, other.size, message.device)
     raise different
 
 
@@ -345,9 +342,6 @@ def _look_back(group: ProcessGroup, device: torch.device) -> None:
     )
 
 
-# Withdrawal: a message whose count is NaN, in place of the one that the other ranks wait for.
-
-
 def check(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity) -> None:
     """Make the checks of a training pass; a rank that fails one withdraws.
 
@@ -357,111 +351,4 @@ def check(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     try:
         checks.check_training(input, arguments, alone=group is None)
     except Exception as error:
-        raise _withdraw(error, group, layer, input, arguments) from None
-
-
-def _withdraw(
-    error: Exception,
-    group: ProcessGroup | None,
-    layer: Identity,
-    input: object,
-    arguments: Arguments | None,
-) -> Exception:
-    """Withdraw this rank from the pass of the others, which fail at once instead of waiting.
-
-    Belongs to the code before the collective, never to the collective. An interrupt does not
-    withdraw: it must not wait for the others.
-
-    Returns:
-        The error, with the layer and the rank in its words.
-    """
-    if group is not None:
-        tensors = [] if arguments is None else list(arguments.vectors)
-        known = [tensor for tensor in (*tensors, input) if isinstance(tensor, Tensor)]
-        device = known[0].device if known else None
-        channels = _count_channels(input, arguments)
-        size = None if channels is None else agreement.size_of(channels)
-        _wait_for(_start_withdrawal(error, group, size, device))
-    return errors.with_layer_and_rank(error, layer, group)
-
-
-def withdraw(error: Exception, groups: Iterable[ProcessGroup]) -> None:
-    """Withdraw this rank from whatever the other ranks of these groups do next.
-
-    Belongs to code between passes. Starts in all groups before it waits for any: the others may
-    wait in any of them.
-    """
-    for work in [_start_withdrawal(error, group) for group in groups]:
-        _wait_for(work)
-
-
-def _start_withdrawal(
-    error: Exception,
-    group: ProcessGroup,
-    size: int | None = None,
-    device: torch.device | None = None,
-) -> Work | None:
-    """Tell why this rank withdraws, and start to do so; ``size`` as of a message, if known."""
-    if device is None:
-        device = collectives.likely_device(group)
-    history = history_of(group)
-    work = None
-    # An error in here must not hide that of the rank.
-    with (
-        _no_trace(),
-        _torch_private.without_dispatch_modes(),
-        contextlib.suppress(RuntimeError, ValueError),
-    ):
-        history.num_passes += 1
-        words = reports.write_withdrawal(group, history, error)
-        size = history.size_to_meet(size, words, group, device)
-        if size:
-            work = collectives.start_all_reduce(_withdrawal(size, device), group)
-    history.forget()
-    return work
-
-
-def _wait_for(work: Work | None) -> None:
-    with contextlib.suppress(RuntimeError, ValueError):
-        if work is not None:
-            work.wait()
-
-
-def _count_channels(input: object, arguments: Arguments | None) -> int | None:
-    """Return the C of a layer's message, from parameters, buffers or the input."""
-    if arguments is not None:
-        if arguments.num_features is not None:
-            return arguments.num_features
-        for vector in arguments.vectors:
-            if isinstance(vector, Tensor) and vector.dim() == 1:
-                return vector.size(0)
-    if isinstance(input, Tensor) and input.dim() > 1 and not input.is_nested:
-        return input.size(1)
-    return None
-
-
-def _send_withdrawal(group: ProcessGroup, size: int, device: torch.device) -> None:
-    """Take part in the collective of the other ranks."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        collectives.all_reduce_sum(_withdrawal(size, device), group)
-
-
-def _withdrawal(size: int, device: torch.device) -> Tensor:
-    """Return a message with a count of NaN."""
-    message = torch.zeros(size, dtype=torch.float64, device=device)
-    message[-4] = torch.nan
-    return message
-
-
-@contextlib.contextmanager
-def _no_trace() -> Iterator[None]:
-    """Suspend torch.jit.trace, which refuses what it does not know."""
-    state = _torch_private.jit_tracing_state()
-    if state is None:  # where it cannot be set, as inside of an operator
-        yield
-        return
-    _torch_private.set_jit_tracing_state(None)
-    try:
-        yield
-    finally:
-        _torch_private.set_jit_tracing_state(state)
+        raise withdrawals.from_pass(error, group, layer, input, arguments) from None

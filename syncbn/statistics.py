@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import _torch_private, collectives, exchange
+from syncbn import _torch_private, collectives, exchange, withdrawals
 from syncbn.agreement import history_of
 from syncbn.collectives import ProcessGroup
 from syncbn.convert import check_module
@@ -85,7 +85,7 @@ def recompute_statistics(
             _run(model, batches, forward, list(populations.values()), groups)
     except Exception as error:
         heard = (group for group, number in failures.items() if _num_failures(group) == number)
-        exchange.withdraw(error, list(heard))
+        withdrawals.between_passes(error, list(heard))
         raise
     incomplete = [
         f"{name!r} ({what})"
@@ -128,7 +128,7 @@ def _layers_to_recompute(model: nn.Module) -> dict[str, SyncBatchNorm]:
             )
     except ValueError as error:
         default = collectives.resolve_group(None)
-        exchange.withdraw(error, [] if default is None else [default])
+        withdrawals.between_passes(error, [] if default is None else [default])
         raise
     return {
         name: layer for name, layer in layers.items() if collectives.is_member(layer.process_group)

@@ -173,7 +173,9 @@ def test_one_value_per_channel_alone(shape):
 
 @pytest.mark.parametrize("group", ["nccl", [0, 1], 7, object()])
 def test_process_group_of_the_wrong_kind(group):
-    message = r"expected process_group to be a torch\.distributed\.ProcessGroup, a DeviceMesh or None"
+    message = (
+        r"expected process_group to be a torch\.distributed\.ProcessGroup, a DeviceMesh or None"
+    )
     with pytest.raises(TypeError, match=message):
         SyncBatchNorm(3, process_group=group)
     with pytest.raises(TypeError, match=message):

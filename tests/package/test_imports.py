@@ -23,6 +23,15 @@ MAY_IMPORT = {
     "agreement": {"_torch_private", "collectives", "identity", "ops"},
     "reports": {"agreement", "collectives"},
     "errors": {"agreement", "collectives", "identity", "ops", "reports"},
+    "withdrawals": {
+        "_torch_private",
+        "agreement",
+        "arguments",
+        "collectives",
+        "errors",
+        "identity",
+        "reports",
+    },
     "exchange": {
         "_torch_private",
         "activations",
@@ -36,6 +45,7 @@ MAY_IMPORT = {
         "ops",
         "reports",
         "tracing",
+        "withdrawals",
     },
     "reference": {"collectives", "exchange", "identity"},
     "passes": {
@@ -124,6 +134,7 @@ MAY_IMPORT = {
         "identity",
         "modules",
         "population",
+        "withdrawals",
     },
     "block_class": {"_torch_private", "block_tracer", "fused"},
     "blocks": {"_torch_private", "block_class", "block_tracer", "fused"},
