@@ -13,6 +13,7 @@ DOCUMENTS = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/architecture.md",
+    "docs/choosing.md",
     "docs/failures.md",
     "docs/fusion.md",
     "docs/integrations.md",
