@@ -78,14 +78,15 @@ def test_groups_are_made_once_for_a_size():
 
 
 def renew_groups(rank, world_size):
-    before = convert_sync_batchnorm(model(), group_size=1)[1].process_group
+    before = convert_sync_batchnorm(model(), group_size=2)[1].process_group
     dist.destroy_process_group(before)
-    return convert_sync_batchnorm(model().double(), group_size=1)(share(rank)).shape
+    converted = convert_sync_batchnorm(model(), group_size=2)
+    return converted(share(rank)).shape, converted[1].process_group is before
 
 
 def test_groups_that_were_destroyed_are_made_again():
-    with Ranks(2) as ranks:
-        assert ranks.run(renew_groups) == [(2, 4, 4, 4)] * 2
+    with Ranks(WORLD) as ranks:
+        assert ranks.run(renew_groups) == [((2, 4, 4, 4), False)] * WORLD
 
 
 def convert_with(rank, world_size, options, environment):
