@@ -13,6 +13,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm
 
+# Lightning imports SciencePlots, where that is installed, which imports what matplotlib deprecates.
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated in Matplotlib")
+
 DOCUMENT = ROOT / "docs" / "integrations.md"
 
 
@@ -161,7 +164,8 @@ def train_with_timm(rank, world_size, code):
     parallel = DistributedDataParallel(model)
     train(parallel, [torch.stack(images()).chunk(2)[rank]], sgd(parallel))
     averaged.update(model)
-    assert not any(isinstance(m, (nn.BatchNorm2d, nn.SyncBatchNorm)) for m in model.modules())
+    layers = [m for m in model.modules() if isinstance(m, (nn.BatchNorm2d, nn.SyncBatchNorm))]
+    assert layers and all(isinstance(layer, SyncBatchNorm) for layer in layers)
     return averaged.module.state_dict()
 
 
