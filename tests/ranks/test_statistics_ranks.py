@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import reduced_dims
+from groups import make_by_hand
 from ranks import Failure
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -126,6 +127,20 @@ def test_layers_of_several_groups(three_ranks):
     check_population([first, second], 2, "3")
     check_population([third], 3, "3")
     check_population([first, second, third], 3, "4")
+
+
+def group_by_hand(rank, world_size, path):
+    group = make_by_hand(path, rank, world_size)
+    model = make_model(group)
+    seen = watch(model)
+    recompute_statistics(model, make_batches(rank, 1 + rank))
+    with pytest.raises(ValueError, match="but rank 0 had none"):
+        recompute_statistics(model, make_batches(rank, rank))
+    return {name: torch.cat(values) for name, values in seen.items()}, statistics(model)
+
+
+def test_a_group_that_torch_has_not_made(two_ranks, tmp_path):
+    check_population(two_ranks.run(group_by_hand, str(tmp_path / "store")), 2, "1")
 
 
 def as_outsider(rank, world_size):

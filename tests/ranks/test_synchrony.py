@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from groups import make_by_hand
 from ranks import Failure
 from torch import nn
 
@@ -133,6 +134,19 @@ def test_each_group_by_itself(three_ranks):
         assert "'norm': running_var is float32 [3] on rank 0, of other values on rank 2" in str(
             outcome
         )
+
+
+def group_by_hand(rank, world_size, path, differs):
+    model = make_model(group=make_by_hand(path, rank, world_size))
+    if differs:
+        model.norm.running_mean.fill_(rank)
+    check_synchronized(model)
+
+
+def test_a_group_that_torch_has_not_made(two_ranks, tmp_path):
+    two_ranks.run(group_by_hand, str(tmp_path / "same"), False)
+    messages = two_ranks.run(message_of, "group_by_hand", str(tmp_path / "other"), True)
+    check_messages(messages, "'norm': running_mean .* rank 0, of other values on rank 1")
 
 
 def groups_in_another_order(rank, world_size):
