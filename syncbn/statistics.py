@@ -84,8 +84,8 @@ def recompute_statistics(
         with _kept_buffers(model), _observed(layers, populations), _eager(model):
             _run(model, batches, forward, list(populations.values()), groups)
     except Exception as error:
-        heard = (group for group, number in failures.items() if _num_failures(group) == number)
-        withdrawals.between_passes(error, list(heard))
+        unaware = [group for group, number in failures.items() if _num_failures(group) == number]
+        withdrawals.between_passes(error, unaware)
         raise
     incomplete = [
         f"{name!r} ({what})"
