@@ -1,6 +1,6 @@
 """The arguments of a pass besides its input and its group."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -26,8 +26,7 @@ class Arguments(NamedTuple):
     by one in training. ``num_features`` is the C that a layer was made for. ``residual``, of the
     input's shape and dtype, is added to the normalized input, then comes the ``activation``, a key
     of :data:`syncbn.activations.NUMBERS`. ``dims`` are the numbers of dimensions that a layer
-    takes; None for two or more. ``observe`` is called with the sums over all ranks of each pass in
-    training, float64 on the CPU: for :mod:`syncbn.statistics`.
+    takes; None for two or more.
     """
 
     weight: Tensor | None
@@ -42,7 +41,6 @@ class Arguments(NamedTuple):
     activation: str | None = None
     negative_slope: float = 0.01
     dims: Sequence[int] | None = None
-    observe: Callable[[Tensor], None] | None = None
 
     @property
     def is_fused(self) -> bool:

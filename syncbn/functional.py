@@ -1,5 +1,6 @@
 """sync_batch_norm(), and the autograd Function of the two passes."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -141,10 +142,12 @@ def train(
     arguments: Arguments,
     process_group: ProcessGroup | None,
     layer: Layer = ANONYMOUS,
+    observe: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """Normalize by the group's batch statistics and update the running ones.
 
-    ``layer`` names the layer in errors.
+    ``layer`` names the layer in errors. ``observe``, where nothing traces, is called with the sums
+    over all ranks, float64 on the CPU: for :mod:`syncbn.statistics`.
     """
     try:
         group = collectives.resolve_group(process_group)
@@ -164,8 +167,8 @@ def train(
         except ValueError as error:
             raise errors.with_layer_and_rank(error, identity, group) from None
     dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
-    if arguments.observe is not None:
-        arguments.observe(exchange.judge_now(totals, group, record))
+    if observe is not None:
+        observe(exchange.judge_now(totals, group, record))
     weight, bias, *_ = arguments
     residual = arguments.residual
     if residual is not None:

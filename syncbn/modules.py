@@ -257,11 +257,10 @@ class SyncBatchNorm(BatchNormBase):
             activation,
             negative_slope,
             self._dims,
-            self._observe,
         )
         if not self.training:
             return functional.evaluate(input, arguments, layer)
-        return functional.train(input, arguments, self.process_group, layer)
+        return functional.train(input, arguments, self.process_group, layer, self._observe)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""
