@@ -82,6 +82,21 @@ def test_timm_freezes(freeze):
     assert torch.equal(converted[1].running_mean, torch.zeros(4).double())
 
 
+@pytest.mark.works("freezing by class: timm's `freeze` and `freeze_batch_norm_2d`")
+def test_timm_freezes_its_own_layers():
+    from timm.layers import BatchNormAct2d
+    from timm.utils.model import freeze_batch_norm_2d
+
+    plain = nn.Sequential(BatchNormAct2d(3)).double()
+    converted = convert_sync_batchnorm(copy.deepcopy(plain))
+    x = torch.randn(4, 3, 5, 5, dtype=torch.float64)
+    plain(x), converted(x)
+    plain, converted = freeze_batch_norm_2d(plain), freeze_batch_norm_2d(converted)
+    assert type(converted[0]) is type(plain[0]) and "Frozen" in type(plain[0]).__name__
+    # float64, by its default tolerances
+    torch.testing.assert_close(converted(x), plain(x))
+
+
 @pytest.mark.works("weight decay by class: `isinstance(module, nn.BatchNorm2d)`")
 @pytest.mark.parametrize("classes", [nn.BatchNorm2d, nn.modules.batchnorm._BatchNorm])
 def test_weight_decay_is_filtered_by_class(classes):
@@ -94,41 +109,16 @@ def test_weight_decay_is_filtered_by_class(classes):
     assert expected and undecayed(convert_sync_batchnorm(plain)) == expected
 
 
-def graph_layer():
+@pytest.mark.works("PyG's BatchNorm")
+def test_layer_of_pyg_is_converted_inside():
     from torch_geometric.nn import BatchNorm
 
-    return BatchNorm(5), torch.randn(7, 5)
-
-
-def stepped(name, shape, mode):
-    from spikingjelly.activation_based import layer
-
-    return getattr(layer, name)(5, step_mode=mode), torch.randn(shape)
-
-
-LAYERS = {
-    "PyG's BatchNorm": graph_layer,
-    "SpikingJelly's BatchNorm1d, one step": lambda: stepped("BatchNorm1d", (4, 5), "s"),
-    "SpikingJelly's BatchNorm1d": lambda: stepped("BatchNorm1d", (3, 4, 5, 2), "m"),
-    "SpikingJelly's BatchNorm2d": lambda: stepped("BatchNorm2d", (3, 4, 5, 2, 2), "m"),
-    "SpikingJelly's BatchNorm3d": lambda: stepped("BatchNorm3d", (3, 4, 5, 2, 2, 2), "m"),
-}
-
-
-@pytest.mark.works("layers of other packages keep their class: PyG's and SpikingJelly's BatchNorm")
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_of_other_packages_are_converted(name):
-    torch.manual_seed(0)
-    layer, x = LAYERS[name]()
-    layer, x = layer.double(), x.double()
+    layer, x = BatchNorm(5).double(), torch.randn(7, 5, dtype=torch.float64)
     converted = convert_sync_batchnorm(nn.Sequential(copy.deepcopy(layer)))
-    assert any(isinstance(module, SyncBatchNorm) for module in converted.modules())
-    assert isinstance(converted[0], type(layer))
+    assert type(converted[0]) is BatchNorm and isinstance(converted[0].module, SyncBatchNorm)
     # float64, by its default tolerances
     torch.testing.assert_close(converted(x), layer(x))
-    reverted = revert_sync_batchnorm(converted)
-    assert type(reverted[0]) is type(layer) and repr(reverted[0]) == repr(layer)
-    assert not any(isinstance(module, SyncBatchNorm) for module in reverted.modules())
+    assert repr(revert_sync_batchnorm(converted)[0]) == repr(layer)
 
 
 def train_quantized(rank, world_size, is_share):

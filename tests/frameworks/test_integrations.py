@@ -2,19 +2,21 @@
 
 import os
 import re
+import sys
+import types
+from unittest import mock
 
 import pytest
 import torch
 from paths import ROOT
 from ranks import Ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm
-
-# Lightning imports SciencePlots, where that is installed, which imports what matplotlib deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated in Matplotlib")
 
 DOCUMENT = ROOT / "docs" / "integrations.md"
 
@@ -27,7 +29,9 @@ def lines(heading):
 
 def test_every_block_of_the_document_is_run_below():
     headings = re.findall(r"^## (.*)$", DOCUMENT.read_text(), re.MULTILINE)
-    blocks = {"Lightning": 1, "Accelerate": 1, "timm": 1, "MMEngine": 2}
+    blocks = {"MMEngine": 2}
+    blocks |= dict.fromkeys(("Lightning", "Accelerate", "Hugging Face Trainer", "timm"), 1)
+    blocks |= dict.fromkeys(HEADINGS, 1)
     assert {heading: len(lines(heading)) for heading in headings} == blocks
 
 
@@ -149,6 +153,48 @@ def test_accelerate(two_ranks, whole_batch):
     check(two_ranks.run(train_with_accelerate, code), whole_batch)
 
 
+def train_with_transformers(rank, world_size, code, folder):
+    from transformers import TrainingArguments
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = network()
+
+        def forward(self, image):
+            return {"loss": loss_of(self.layers(image))}
+
+    tell_rank(rank)
+    model = Net()
+    arguments = TrainingArguments(
+        folder,
+        use_cpu=True,
+        ddp_backend="gloo",
+        # One step of all images, for the Trainer shuffles them.
+        per_device_train_batch_size=4,
+        max_steps=1,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    options = {"args": arguments, "train_dataset": [{"image": image} for image in images()]}
+    options["optimizers"] = (sgd(model), None)
+    trainer = run_lines(code, model=model, options=options)["trainer"]
+    assert trainer.args.world_size == 2 and isinstance(model.layers[1], SyncBatchNorm)
+    trainer.train()
+    return model.layers.state_dict()
+
+
+@pytest.mark.works("Hugging Face Trainer")
+def test_transformers(two_ranks, tmp_path):
+    (code,) = lines("Hugging Face Trainer")
+    model = network()
+    expected = train(model, [torch.stack(images())], sgd(model))
+    check(two_ranks.run(train_with_transformers, code, str(tmp_path)), expected)
+
+
 def timm_model():
     import timm
 
@@ -237,6 +283,51 @@ def test_mmengine(two_ranks, whole_batch, tmp_path, by_config):
     code = lines("MMEngine")[by_config]
     states = two_ranks.run(train_with_mmengine, code, str(tmp_path), by_config)
     check(states, whole_batch)
+
+
+def train_with_lines(rank, world_size, heading):
+    """Train what the lines under a heading make of the model or of its builder."""
+
+    class DetectionTrainer:
+        def get_model(self, cfg=None, weights=None, verbose=True):
+            return network()
+
+    # Ultralytics, as far as the lines go.
+    detect = types.ModuleType("ultralytics.models.yolo.detect")
+    detect.DetectionTrainer = DetectionTrainer
+    names = {"model": network(), "build_model": lambda config: network(), "config": {}}
+    if heading.startswith("FSDP2"):
+        names["mesh"] = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
+    (code,) = lines(heading)
+    with mock.patch.dict(sys.modules, {detect.__name__: detect}):
+        names = run_lines(code, **names)
+    model = names["model"]
+    if heading == "Ultralytics":
+        model = names["SyncBatchNormTrainer"]().get_model(verbose=False)
+    if not heading.startswith("FSDP2"):
+        model = DistributedDataParallel(model)
+    batches = [batch.chunk(2)[rank] for batch in DataLoader(images(), batch_size=4)]
+    train(model, batches, sgd(model))
+    assert any(isinstance(module, SyncBatchNorm) for module in model.modules())
+    state = getattr(model, "module", model).state_dict()
+    return {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in state.items()
+    }
+
+
+HEADINGS = (
+    "torchvision's reference scripts",
+    "Ultralytics",
+    "Configs that name layers",
+    "FSDP2 and torchtitan",
+)
+
+
+@pytest.mark.works("lines for torchvision's scripts, Ultralytics, configs, FSDP2 and torchtitan")
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_lines_that_convert_the_model(two_ranks, whole_batch, heading):
+    check(two_ranks.run(train_with_lines, heading), whole_batch)
 
 
 def lightnings_switch():

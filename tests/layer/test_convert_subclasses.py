@@ -49,7 +49,7 @@ def apply_to(function, features):
 
 
 class Stepping(nn.BatchNorm2d):
-    """Takes sequences of images; calls the base in a method, of its own and of a property."""
+    """Takes sequences of images, as SpikingJelly's layers do; calls the base in another method."""
 
     @property
     def steps(self):
