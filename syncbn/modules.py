@@ -331,21 +331,51 @@ _run_uncompiled = torch.compiler.disable(_run, reason=_NO_NAME)
 
 
 class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):
-    """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm1d`` and takes 2 or 3 dimensions."""
+    """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm1d`` and takes 2 or 3 dimensions.
+
+    What conversion makes of one; the arguments are those of SyncBatchNorm.
+
+    Example:
+        >>> import torch
+        >>> from syncbn import SyncBatchNorm1d
+        >>> layer = SyncBatchNorm1d(3)
+        >>> isinstance(layer, torch.nn.BatchNorm1d), layer(torch.rand(4, 3)).shape
+        (True, torch.Size([4, 3]))
+    """
 
     _converted_from = nn.BatchNorm1d
     _dims = (2, 3)
 
 
 class SyncBatchNorm2d(nn.BatchNorm2d, SyncBatchNorm):
-    """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm2d`` and takes 4 dimensions."""
+    """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm2d`` and takes 4 dimensions.
+
+    What conversion makes of one; the arguments are those of SyncBatchNorm.
+
+    Example:
+        >>> import torch
+        >>> from syncbn import SyncBatchNorm2d
+        >>> layer = SyncBatchNorm2d(3)
+        >>> isinstance(layer, torch.nn.BatchNorm2d), layer(torch.rand(4, 3, 2, 2)).shape
+        (True, torch.Size([4, 3, 2, 2]))
+    """
 
     _converted_from = nn.BatchNorm2d
     _dims = (4,)
 
 
 class SyncBatchNorm3d(nn.BatchNorm3d, SyncBatchNorm):
-    """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm3d`` and takes 5 dimensions."""
+    """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm3d`` and takes 5 dimensions.
+
+    What conversion makes of one; the arguments are those of SyncBatchNorm.
+
+    Example:
+        >>> import torch
+        >>> from syncbn import SyncBatchNorm3d
+        >>> layer = SyncBatchNorm3d(3)
+        >>> isinstance(layer, torch.nn.BatchNorm3d), layer(torch.rand(4, 3, 2, 2, 2)).shape
+        (True, torch.Size([4, 3, 2, 2, 2]))
+    """
 
     _converted_from = nn.BatchNorm3d
     _dims = (5,)

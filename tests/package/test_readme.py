@@ -52,6 +52,14 @@ def test_code_of_the_statistics_runs_in_one_process_and_in_two(tmp_path, launch)
     assert result.returncode == 0, result.stderr
 
 
+def test_code_of_the_choices_runs_in_two_processes(tmp_path):
+    (code,) = blocks("python", (ROOT / "docs/choosing.md").read_text())
+    (tmp_path / "train.py").write_text(code)
+    command = [sys.executable, *TWO_PROCESSES, "train.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
 def commands():
     lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
     return [line for line in lines if line]

@@ -2,6 +2,7 @@
 
 import os
 import re
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -162,6 +163,19 @@ def test_ranks_that_differ_are_an_error_on_all(sizes, words):
     for outcome, expected in zip(outcomes, words, strict=True):
         assert outcome.kind == "ValueError"
         assert re.search(expected, outcome.message)
+
+
+def convert_on_one_rank(rank, world_size):
+    if rank == 0:
+        dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=2))
+        convert_sync_batchnorm(model(), group_size=1)
+
+
+def test_rank_that_does_not_come():
+    with Ranks(2, case_seconds=30) as ranks:
+        waiting, _ = ranks.outcomes(convert_on_one_rank)
+    assert waiting.kind == "RuntimeError"
+    assert "rank 0 makes groups of 1 ranks, and rank 1 did not come" in waiting.message
 
 
 def test_without_torch_distributed():
