@@ -31,6 +31,19 @@ def test_other_converters_turn_ours_into_torchs_with_one_warning_at_the_call(pac
     assert type(convert_sync_batchnorm(converted)[0]) is SyncBatchNorm
 
 
+class Doubled(nn.BatchNorm2d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("package", ["torch", "timm"])
+@pytest.mark.parametrize("cls", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, Doubled])
+def test_other_converters_warn_of_layers_that_kept_their_class(package, cls):
+    ours = convert_sync_batchnorm(nn.Sequential(cls(3)))
+    with pytest.warns(UserWarning, match="replaces syncbn's layers by torch.nn.SyncBatchNorm"):
+        assert type(converter_of(package)(ours)[0]) is nn.SyncBatchNorm
+
+
 @pytest.mark.parametrize("package", ["torch", "timm"])
 def test_other_converters_do_not_warn_after_revert(package):
     reverted = revert_sync_batchnorm(convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(4))))
