@@ -147,6 +147,10 @@ class History:
         self.last_outlook = 0  # as it was sent
         self.totals: Tensor | None = None
 
+    def compare_anew(self) -> None:
+        """Compare in the store what follows, however much has been compared there before."""
+        self.num_comparisons = 0
+
     def record(self, layer: Identity, direction: str) -> Record:
         """Return the record of a pass, for its tag and outlook."""
         key = (layer.key, layer.number, direction)

@@ -77,6 +77,8 @@ def recompute_statistics(
     if not layers:
         return
     groups = _groups_of(layers.values())
+    for group in groups:
+        history_of(group).compare_anew()
     # A group in which this rank fails from now on has heard of it.
     failures = {group: history_of(group).num_failures for group in groups}
     try:

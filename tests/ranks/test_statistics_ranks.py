@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, freeze_statistics, recompute_statistics
+from syncbn.agreement import history_of
 
 # Sums over some 200 values of order ten, in float64.
 FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}
@@ -178,12 +179,15 @@ def fail(rank, world_size, case, failing, after, several):
     batches, forward = make_batches(rank, 4), None
     if after == "later":  # the ranks know what is to follow
         recompute_statistics(model, batches)
+    if after == "long":  # as after a training that has compared a thousand times what follows
+        history = history_of(dist.group.WORLD)
+        history.num_comparisons, history.sizes_compared = 1000, set(range(100))
     before, modes = statistics(model), [module.training for module in model.modules()]
     calls = []
 
     def fail_at_last(*_):
         calls.append(0)
-        if rank == failing and len(calls) == (1 if after == "first" else 3):
+        if rank == failing and len(calls) == (1 if after in ("first", "long") else 3):
             raise OwnError("boom")
 
     def broken(batches):
@@ -203,7 +207,7 @@ def fail(rank, world_size, case, failing, after, several):
     elif case == "behind":
         model[-1].register_forward_hook(fail_at_last)
     elif case == "input":
-        number = 0 if after == "first" else 2
+        number = 0 if after in ("first", "long") else 2
         if rank == failing:
             batches[number] = batches[number][0, 0]
     elif case == "no layers" and rank == failing:
@@ -256,7 +260,7 @@ def check_failures(results, failing, words):
 
 
 @pytest.mark.works("`recompute_statistics` where a rank fails: all raise")
-@pytest.mark.parametrize("after", ["first", "third", "later"])
+@pytest.mark.parametrize("after", ["first", "third", "later", "long"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_fails_makes_the_others_fail(two_ranks, case, after):
     for failing in (0, 1):
