@@ -15,7 +15,8 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from syncbn import _torch_private, collectives, fused, groups, subclasses
 from syncbn._torch_private import BatchNormBase
 from syncbn.collectives import DeviceMesh, ProcessGroup
-from syncbn.modules import BatchNorm, ModuleT, SyncBatchNorm, SyncBatchNormAct
+from syncbn.modules import ModuleT, SyncBatchNorm, SyncBatchNormAct
+from syncbn.reverted import BatchNorm
 
 __all__ = ["check_module", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 

@@ -18,7 +18,6 @@ from torch import nn
 from syncbn import _torch_private
 from syncbn._torch_private import BatchNormBase
 from syncbn.modules import (
-    BatchNorm,
     PlainSyncBatchNorm,
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -26,6 +25,7 @@ from syncbn.modules import (
     SyncBatchNorm3d,
     record_call,
 )
+from syncbn.reverted import BatchNorm
 
 __all__ = ["derive", "is_derived", "synchronized"]
 

@@ -27,7 +27,7 @@ from syncbn import (
     revert_sync_batchnorm,
 )
 from syncbn.fused import FusedBlock
-from syncbn.modules import BatchNorm
+from syncbn.reverted import BatchNorm
 
 
 def test_fusing_again_changes_nothing():
