@@ -181,8 +181,9 @@ class SyncBatchNorm(BatchNormBase):
         group: ProcessGroup | None = collectives.group_of_mesh(given)
         self._process_group = group
         # Not to be found out under torch.compile, which refuses code that touches such a group.
-        is_member = not isinstance(group, int)  # as new_group returns it to others
-        self._fits_graph = group is None or not is_member or collectives.name_of(group) != ""
+        self._fits_graph = (
+            group is None or not collectives.is_member(group) or collectives.name_of(group) != ""
+        )
 
     def reset_parameters(self) -> None:
         """Set weight and bias to 1 and 0, and reset the running statistics."""
