@@ -95,8 +95,8 @@ def convert_sync_batchnorm(
         >>> from torch import nn
         >>> from syncbn import convert_sync_batchnorm
         >>> model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
-        >>> model[1]
-        SyncBatchNorm2d(8, eps=1e-05, momentum=0.1, affine=True, track_running_stats=True)
+        >>> type(model[1])
+        <class 'syncbn.modules.SyncBatchNorm2d'>
     """
     check_module(module)
     process_group = collectives.checked_group(process_group)
