@@ -132,7 +132,8 @@ void elementwise(const Geometry& geometry, const std::array<const T*, Formula<T>
   // Tensors that the last cache cannot hold are stored past it, which saves reading what is
   // overwritten.
   const auto tensor_bytes = static_cast<int64_t>(geometry.numel() * sizeof(T));
-  const bool stream = (int64_t{Formula<T>::kInputs} + 1) * tensor_bytes > last_cache_bytes();
+  const bool stream = (int64_t{Formula<T>::kInputs} + 1) * tensor_bytes > last_cache_bytes() &&
+                      reinterpret_cast<size_t>(output) % kLine == 0;
   const ElementwiseJob<Formula, T> job{inputs, output, {}, stream};
   if (is_in_rows(geometry)) {
     compute_in_rows(job, geometry, constants);

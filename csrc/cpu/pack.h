@@ -265,16 +265,25 @@ struct Places {
 
 }  // namespace detail
 
+// The first `count` places of one pack, the others of another.
+template <typename T, typename Isa>
+SYNCBN_INLINE Pack<compute_t<T>, Isa> first_places(const Pack<compute_t<T>, Isa>& first,
+                                                   const Pack<compute_t<T>, Isa>& others,
+                                                   int64_t count) {
+  using P = Pack<compute_t<T>, Isa>;
+  static constexpr detail::Places<T, Isa> kPlaces;
+  const P places = P::read(kPlaces.of_lane);
+  const auto bound = static_cast<compute_t<T>>(count);
+  return {places.low < bound ? first.low : others.low,
+          places.high < bound ? first.high : others.high};
+}
+
 // The last `count` places of `pack`, zero in the others.
 template <typename T, typename Isa>
 SYNCBN_INLINE Pack<compute_t<T>, Isa> keep_last(const Pack<compute_t<T>, Isa>& pack,
                                                 int64_t count) {
   using P = Pack<compute_t<T>, Isa>;
-  static constexpr detail::Places<T, Isa> kPlaces;
-  const P places = P::read(kPlaces.of_lane);
-  const auto bound = static_cast<compute_t<T>>(P::kSize - count);
-  const typename P::Vector zeros = {};
-  return {places.low >= bound ? pack.low : zeros, places.high >= bound ? pack.high : zeros};
+  return first_places<T, Isa>(P::zero(), pack, P::kSize - count);
 }
 
 }  // namespace syncbn::cpu

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "cache.h"
 #include "elementwise_job.h"
 #include "partition.h"
 
@@ -21,52 +20,49 @@ struct PlaneLoop {
     });
   }
 
-  // Values of one channel, from `begin` to `end`. The last pack, and the first one before what is
-  // streamed, may overlap their neighbors.
-  template <bool kStream, typename Isa>
-  static SYNCBN_INLINE void compute_plane(const Job& job, const Formula<Pack<A, Isa>>& formula,
-                                          int64_t begin, int64_t end) {
-    constexpr int kSize = Pack<A, Isa>::kSize;
-    if (end - begin < kSize) {
-      return job.compute_last(formula, end, end - begin);
-    }
-    int64_t at = begin;
-    if constexpr (kStream) {
-      // Streaming begins at the next aligned address: what is skipped, less than a pack, has been
-      // written.
-      constexpr size_t kAlignment = std::min<size_t>(kLine, kSize * sizeof(T));
-      job.template compute<false>(formula, at);
-      at += (-reinterpret_cast<size_t>(job.output + at) % kAlignment) / sizeof(T);
-    }
-    // A step takes a line at least, which is what is read ahead.
-    constexpr int kLinePacks = std::max<int>(kLine / (kSize * sizeof(T)), 1);
-    for (; at + kLinePacks * kSize <= end; at += kLinePacks * kSize) {
-      if constexpr (!kStream) {  // memory, a single stream, is fast enough by itself
-        job.template prefetch<kStream, Ahead::kFirstLine, Isa>(at + kPrefetchBytes / sizeof(T));
-      }
-      for (int i = 0; i < kLinePacks; ++i) {
-        job.template compute<kStream>(formula, at + i * kSize);
-      }
-    }
-    for (; at + kSize <= end; at += kSize) {
-      job.template compute<kStream>(formula, at);
-    }
-    if (at < end) {
-      job.template compute<false>(formula, end - kSize);
-    }
+  // A pack whose first `count` places belong to one channel, the others to the next.
+  template <typename Isa>
+  static SYNCBN_INLINE Formula<Pack<A, Isa>> formula_of_two(const Job& job, int64_t channel,
+                                                            int64_t next, int64_t count) {
+    using P = Pack<A, Isa>;
+    return job.constants.map([&](const A* constants) __attribute__((always_inline)) {
+      return first_places<T, Isa>(P::broadcast(constants[channel]), P::broadcast(constants[next]),
+                                  count);
+    });
   }
 
+  // Packs follow one another in the order of memory, and no line is written twice: a line that is
+  // written both past the caches and into them takes many times as long. A plane is a pack or
+  // longer, so that two channels at most share a pack.
   template <bool kStream, typename Isa>
   static SYNCBN_INLINE void compute_planes(const Job& job, const Geometry& geometry, int64_t begin,
                                            int64_t end) {
+    constexpr int kSize = Pack<A, Isa>::kSize;
     const int64_t inner = geometry.inner;
-    const int64_t channels = geometry.channels;
-    int64_t channel = begin / inner % channels;
+    int64_t channel = begin / inner % geometry.channels;
     int64_t plane_end = begin - begin % inner + inner;
-    for (int64_t first = begin; first < end; first = plane_end, plane_end += inner) {
-      compute_plane<kStream>(job, formula_of_channel<Isa>(job, channel), first,
-                             std::min(plane_end, end));
-      channel = channel + 1 == channels ? 0 : channel + 1;
+    int64_t at = begin;
+    while (true) {
+      const auto formula = formula_of_channel<Isa>(job, channel);
+      const int64_t stop = std::min(plane_end, end);
+      for (; at + kSize <= stop; at += kSize) {
+        job.template compute<kStream>(formula, at);
+      }
+      const int64_t next = channel + 1 == geometry.channels ? 0 : channel + 1;
+      if (at + kSize > end) {
+        const int64_t unused = at + kSize - end;  // places before the values that are left
+        if (at < end) {
+          job.compute_last(formula_of_two<Isa>(job, channel, next, unused + plane_end - at), end,
+                           end - at);
+        }
+        return;
+      }
+      if (at < plane_end) {
+        job.template compute<kStream>(formula_of_two<Isa>(job, channel, next, plane_end - at), at);
+        at += kSize;
+      }
+      channel = next;
+      plane_end += inner;
     }
   }
 
