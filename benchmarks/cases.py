@@ -54,6 +54,7 @@ class Suite:
     accuracy_shapes: tuple[tuple[int, ...], ...]
     ratios: tuple[float, ...]  # of mean to standard deviation
     seeds: int  # inputs that errors are taken of
+    shapes_per_net: int  # of nets that the CPU's layer is timed with
 
 
 def _grid(name: str, shape: tuple[int, ...], *dtypes: str) -> list[Case]:
@@ -125,6 +126,7 @@ SUITES = {
         accuracy_shapes=((4, 16, 7, 7), (8, 128, 28, 28), (256, 2048)),
         ratios=(1, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6),
         seeds=3,
+        shapes_per_net=7,
     ),
     "quick": Suite(
         cases=_QUICK,
@@ -135,6 +137,7 @@ SUITES = {
         accuracy_shapes=((4, 16, 7, 7),),
         ratios=(1, 1e3, 1e6),
         seeds=1,
+        shapes_per_net=2,
     ),
     # Shows that everything runs, for tests: its times mean nothing.
     "tiny": Suite(
@@ -149,6 +152,7 @@ SUITES = {
         accuracy_shapes=((2, 3, 5, 7),),
         ratios=(1, 1e3),
         seeds=2,
+        shapes_per_net=1,
     ),
 }
 
@@ -192,6 +196,7 @@ CUDA_SUITES = {
         accuracy_shapes=((4, 16, 7, 7), (8, 128, 28, 28), (256, 2048)),
         ratios=(1, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6),
         seeds=3,
+        shapes_per_net=0,
     ),
     "quick": Suite(
         cases=(
@@ -210,6 +215,7 @@ CUDA_SUITES = {
         accuracy_shapes=((4, 16, 7, 7),),
         ratios=(1, 1e3, 1e6),
         seeds=1,
+        shapes_per_net=0,
     ),
     "tiny": Suite(
         cases=(
@@ -223,5 +229,6 @@ CUDA_SUITES = {
         accuracy_shapes=((2, 3, 5, 7),),
         ratios=(1,),
         seeds=1,
+        shapes_per_net=0,
     ),
 }

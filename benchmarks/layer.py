@@ -184,9 +184,9 @@ def timed_rows(
     setting: Setting,
     pairs: list[tuple[str, str]],
 ) -> Iterator[Row]:
-    """Yield the time of each variant in us, and the ratios of ``pairs`` and of what repeats."""
-    if "torch" in samples:
-        pairs = [*pairs, ("torch", "syncbn"), ("syncbn again", "syncbn")]
+    """Yield the time of each variant in us, and the ratios of ``pairs``, torch and what repeats."""
+    against_syncbn = [name for name in ("torch", "syncbn again") if name in samples]
+    pairs = [*pairs, *((name, "syncbn") for name in against_syncbn)]
     measured = [
         (name, "us", [1e6 * seconds for seconds in values]) for name, values in samples.items()
     ]

@@ -12,7 +12,7 @@ from benchmarks.rows import Row, read
 from benchmarks.steps import case_name, column, is_cuda, training_steps
 
 # Shown 800 pixels wide, an inch has 100 of them and a point 1.4; twice as many are drawn.
-WIDTH, LINE, AROUND_LINES = 8.0, 0.25, 2.0  # inches
+WIDTH, LINE, AROUND_LINES = 8.0, 0.23, 2.0  # inches
 DPI = 200
 TEXT, TITLE = 7.5, 9  # points
 

@@ -30,8 +30,9 @@ def spread(samples: Sequence[float]) -> Spread:
 class Row:
     """One measured, counted or projected number, and its origin."""
 
-    # layer, operators, overhead, scaling or accuracy; on CUDA also launches and collectives. A net
-    # is the sum of its layers, which are in "layer of a net" and "operators of a net".
+    # layer, operators, overhead, scaling, accuracy or sweep, whose parts are "shape of a net"; on
+    # CUDA also launches and collectives. There a net is the sum of its layers, which are in "layer
+    # of a net" and "operators of a net".
     benchmark: str
     case: str
     dtype: str
@@ -41,10 +42,10 @@ class Row:
     allocator: str  # tuned: memory once used is kept; default: of large tensors it is not
     quantity: str
     variant: str  # what was measured; a/b is the ratio of a's time to b's, round by round
-    kind: str  # measured, counted or projection
-    median: float
-    q1: float
-    q3: float
+    kind: str  # measured, counted, projection, or geometric mean
+    median: float  # or the mean
+    q1: float  # or the smallest of a mean
+    q3: float  # or its largest
     unit: str  # us, ratio, bytes, calls or relative error
     repeats: int
     torch: str = ""

@@ -6,10 +6,9 @@ QUANTITY = "forward+backward"
 
 
 def training_steps(rows: list[Row], allocator: str = "tuned") -> list[Row]:
-    """Return the rows of layers, of fused ones and of the small one, under an allocator."""
-    layers = [
-        row for name in ("layer", "fused", "overhead") for row in rows if row.benchmark == name
-    ]
+    """Return the rows of layers, of fused ones, of sweeps and of the small one."""
+    names = ("layer", "fused", "sweep", "overhead")
+    layers = [row for name in names for row in rows if row.benchmark == name]
     threads = max(row.threads for row in layers)
     how = (QUANTITY, threads, allocator)
     return [row for row in layers if (row.quantity, row.threads, row.allocator) == how]

@@ -19,6 +19,7 @@ CASES = (
     "cache",
     "maps 7x7",
     "2-D",
+    "sweep",
     "small layer",
 )
 COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last")
@@ -36,6 +37,10 @@ ON_CPU = (
     "Communication is not measured: between CPUs `torch.nn.SyncBatchNorm`, which syncbn replaces, "
     "refuses to train, and alone it is this `BatchNorm`. Tensors of `memory` are meant to fit no "
     "cache, those of `cache` the last one; the small layer has next to nothing to compute."
+)
+OF_SWEEP = (
+    "`sweep` is the geometric mean over shapes that nobody chose, those of {nets}: from {low:.2f} "
+    "to {high:.2f}."
 )
 ON_CUDA = (
     "ResNet-50 is the sum of all its 53 batch norm layers for so many images; the small layer has "
@@ -67,6 +72,11 @@ def _device(rows: list[Row], cases: tuple[str, ...]) -> str:
         processor, theirs, about = "CPU", "torch's `BatchNorm`", ON_CPU
         how = f"with {steps[0].threads} threads, in one process without communication"
     below = [ORIGIN.format(how=how, noise=noise, **origin), about]
+    sweeps = [row for row in steps if row.benchmark == "sweep" and row.variant == "torch/syncbn"]
+    if sweeps:
+        nets = ", ".join(dict.fromkeys(row.case for row in sweeps if row.case != "sweep"))
+        low, high = min(row.q1 for row in sweeps), max(row.q3 for row in sweeps)
+        below.append(OF_SWEEP.format(nets=nets, low=low, high=high))
     default = [row.median for row in _figures(training_steps(rows, "default"), cases)]
     if default:
         half = statistics.median(default)

@@ -24,6 +24,7 @@ from benchmarks.layer import (
 )
 from benchmarks.rows import Row, write
 from benchmarks.stamp import stamp
+from benchmarks.sweep import sweep_rows
 
 CPU = torch.device("cpu")
 
@@ -64,6 +65,7 @@ def timing_rows(suite_name: str, allocator: str) -> Iterator[Row]:
         if allocator == "tuned":
             for case in suite.fused:
                 yield from fused_rows(case, setting)
+            yield from sweep_rows(setting)
         yield from overhead_rows(setting)
     torch.set_num_threads(every)
 

@@ -1,8 +1,10 @@
 """The benchmarks run and say what they promise. Their figures are not judged here."""
 
+import math
 import re
 import sys
 import time
+from statistics import geometric_mean
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from benchmarking import execute, found, read, run, select
 
 import syncbn
 from benchmarks import timer
-from benchmarks.cases import SUITES
+from benchmarks.cases import RESNET50, SUITES
 from benchmarks.layer import Setting, timed_rows
+from benchmarks.nets import shapes_of_nets
 from benchmarks.timings import ALLOCATORS
 
 
@@ -52,6 +55,8 @@ def test_rows_of_every_kind(rows):
         ("layer", "forward+backward"): layer,
         ("fused", "forward+backward"): layer | {"separate", "separate/syncbn"},
         ("overhead", "forward+backward"): times | ratios,
+        ("shape of a net", "forward+backward"): {"syncbn", "torch", "torch/syncbn"},
+        ("sweep", "forward+backward"): {"torch/syncbn"},
         **{("operators", f"batch_norm_{name}"): copies | {"syncbn"} for name in operators},
         **{("scaling", quantity): {"syncbn", "all-gather"} for quantity in counted},
         **{("accuracy", quantity): {"syncbn", "torch"} for quantity in errors},
@@ -104,6 +109,8 @@ def test_only_projections_are_called_so(rows):
         ("fused", "measured"),
         ("operators", "measured"),
         ("overhead", "measured"),
+        ("shape of a net", "measured"),
+        ("sweep", "geometric mean"),
         ("accuracy", "measured"),
         ("scaling", "counted"),
         ("scaling", "projection"),
@@ -111,6 +118,30 @@ def test_only_projections_are_called_so(rows):
     projections = select(rows, kind="projection")
     assert found(projections, "case", "variant") >= {("world 4096", "syncbn")}
     assert found(projections, "quantity", "unit") == {("forward collective", "us")}
+
+
+def test_sweeps_are_the_means_of_their_shapes(rows):
+    parts = select(rows, benchmark="shape of a net", variant="torch/syncbn")
+    means = select(rows, benchmark="sweep")
+    nets = {row["case"] for row in parts}
+    assert {row["case"] for row in means} == nets | {"sweep"} and len(nets) == 7
+    for mean in means:
+        kind = {name: mean[name] for name in ("dtype", "layout", "threads")}
+        net = {} if mean["case"] == "sweep" else {"case": mean["case"]}
+        speeds = [float(row["median"]) for row in select(parts, **kind, **net)]
+        # Rows keep five digits.
+        assert float(mean["median"]) == pytest.approx(geometric_mean(speeds), rel=1e-4)
+        assert (float(mean["q1"]), float(mean["q3"])) == (min(speeds), max(speeds))
+        assert int(mean["repeats"]) == len(speeds)
+
+
+def test_shapes_are_those_that_nets_have():
+    nets = shapes_of_nets(7)
+    assert sum(map(len, nets.values())) == 40
+    own = {(images, c, size, size) for _, c, size in RESNET50 for images in (8, 32)}
+    assert set(nets["resnet50"]) < own
+    smallest, largest = nets["resnet50"][0], nets["resnet50"][-1]
+    assert smallest == min(own, key=math.prod) and math.prod(largest) == max(map(math.prod, own))
 
 
 def test_rows_say_where_they_are_from(rows, results):

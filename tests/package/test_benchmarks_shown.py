@@ -12,6 +12,7 @@ from benchmarks import plot, table
 from benchmarks.cases import CUDA_SUITES, SUITES, Case
 from benchmarks.compare import regressions
 from benchmarks.layer import OPERATOR_PASSES, OVERHEAD
+from benchmarks.nets import shapes_of_nets
 from benchmarks.rows import RESULTS, write
 from tools.generated_block import replace_block
 
@@ -21,6 +22,11 @@ EMPTY = "before\n<!-- benchmark table -->\n<!-- end of benchmark table -->\nafte
 
 def case(name, dtype="float32", layout="contiguous", shape=(2, 3, 4, 5)):
     return Case(name, shape, dtype, layout)
+
+
+def sweep_rows(name, mean, low, high):
+    of_case = step_rows(case(name), mean, benchmark="sweep", shape="many")
+    return [replace(row, q1=low, q3=high) for row in of_case if row.variant == "torch/syncbn"]
 
 
 @pytest.fixture
@@ -37,6 +43,8 @@ def rows():
         *step_rows(case("memory"), 9.99, 9.99, threads=1),
         *step_rows(case("memory"), 9.99, 9.99, quantity="forward"),
         *step_rows(case("memory"), 9.99, 9.99, benchmark="operators"),
+        *sweep_rows("sweep", 1.5, 0.97, 3.0),
+        *sweep_rows("some net", 1.5, 0.98, 2.0),
         *step_rows(case("memory"), 1.25, 9.99, allocator="default"),
         *step_rows(case("memory", "bfloat16"), 0.875, 9.99, allocator="default"),
         *step_rows(case("memory wide"), 9.99, 9.99, allocator="default"),
@@ -99,6 +107,7 @@ def test_table_shows_what_it_names_and_nothing_else(rows):
         ["case", "shape", *COLUMNS],
         ["memory", "2x3x4x5", "2.00", "", "", "1.50"],
         ["2-D", "4x5", "1.00", "", "", ""],
+        ["sweep", "many", "1.50", "", "", ""],
         ["small layer", "8x16x4x4", "0.75", "", "", ""],
     ]
     words = " ".join(below.split())
@@ -106,6 +115,7 @@ def test_table_shows_what_it_names_and_nothing_else(rows):
         "Measured on abacus with 8 threads, in one process without communication, on 2026-01-02 "
         "at commit abcdef0 with torch 2.11.0; repeated measurements differ by up to 4%."
     ) in words
+    assert "those of some net: from 0.97 to 3.00." in words
     assert "figures become 0.65 to 1.25, half of them below 0.88" in words
     for path in ("abacus.csv", "abacus.png"):
         assert f"(benchmarks/results/{path})" in words
@@ -157,7 +167,7 @@ def test_picture_shows_all_cases_with_all_threads(rows):
     above, below = plot.picture(rows).axes
     memory, wide, flat = "memory  2x3x4x5", "memory wide  2x3x4x5", "2-D  4x5"
     lines, columns, inside = texts(above)
-    assert lines == [flat, memory, wide, "small layer  8x16x4x4"]
+    assert lines == [flat, memory, wide, "sweep  many", "some net  many", "small layer  8x16x4x4"]
     assert columns == ["float32", "bfloat16 channels_last", "float16"]
     assert inside == {
         ("small layer  8x16x4x4", "float32"): "0.75",
@@ -166,6 +176,8 @@ def test_picture_shows_all_cases_with_all_threads(rows):
         (memory, "bfloat16 channels_last"): "1.50",
         (memory, "float16"): "9.99",
         (wide, "float32"): "9.99",
+        ("sweep  many", "float32"): "1.50",
+        ("some net  many", "float32"): "1.50",
     }
     assert "times torch's BatchNorm:" in above.get_title("left")
     _, _, inside = texts(below)
@@ -181,6 +193,9 @@ def test_picture_shows_all_cases_with_all_threads(rows):
 def full_rows(suite, on_cuda):
     """Return made-up rows of all that a picture of the suite shows."""
     rows = list(step_rows(OVERHEAD, 0.75, benchmark="overhead"))
+    if not on_cuda:
+        for name in ("sweep", *shapes_of_nets(1)):
+            rows += sweep_rows(name, 1.5, 1.0, 2.0)
     for case in dict.fromkeys(case.net or case for case in suite.cases):
         rows += step_rows(case, 1.5, 1.0)
     if on_cuda:
