@@ -54,7 +54,7 @@ class Suite:
     accuracy_shapes: tuple[tuple[int, ...], ...]
     ratios: tuple[float, ...]  # of mean to standard deviation
     seeds: int  # inputs that errors are taken of
-    shapes_per_net: int  # of nets that the CPU's layer is timed with
+    shapes_per_net: int = 0  # of nets that the CPU's layer is timed with
 
 
 def _grid(name: str, shape: tuple[int, ...], *dtypes: str) -> list[Case]:
@@ -196,7 +196,6 @@ CUDA_SUITES = {
         accuracy_shapes=((4, 16, 7, 7), (8, 128, 28, 28), (256, 2048)),
         ratios=(1, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6),
         seeds=3,
-        shapes_per_net=0,
     ),
     "quick": Suite(
         cases=(
@@ -215,7 +214,6 @@ CUDA_SUITES = {
         accuracy_shapes=((4, 16, 7, 7),),
         ratios=(1, 1e3, 1e6),
         seeds=1,
-        shapes_per_net=0,
     ),
     "tiny": Suite(
         cases=(
@@ -229,6 +227,5 @@ CUDA_SUITES = {
         accuracy_shapes=((2, 3, 5, 7),),
         ratios=(1,),
         seeds=1,
-        shapes_per_net=0,
     ),
 }

@@ -6,7 +6,7 @@ QUANTITY = "forward+backward"
 
 
 def training_steps(rows: list[Row], allocator: str = "tuned") -> list[Row]:
-    """Return the rows of layers, of fused ones, of sweeps and of the small one."""
+    """Return the rows of layers, fused ones, sweeps and the small one, under an allocator."""
     names = ("layer", "fused", "sweep", "overhead")
     layers = [row for name in names for row in rows if row.benchmark == name]
     threads = max(row.threads for row in layers)

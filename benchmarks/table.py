@@ -39,8 +39,8 @@ ON_CPU = (
     "cache, those of `cache` the last one; the small layer has next to nothing to compute."
 )
 OF_SWEEP = (
-    "`sweep` is the geometric mean over shapes that nobody chose, those of {nets}: from {low:.2f} "
-    "to {high:.2f}."
+    "`sweep` is the geometric mean over shapes of {nets}; single ones are from {low:.2f} to "
+    "{high:.2f}."
 )
 ON_CUDA = (
     "ResNet-50 is the sum of all its 53 batch norm layers for so many images; the small layer has "

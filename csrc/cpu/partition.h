@@ -18,13 +18,12 @@ constexpr int64_t kMinValuesPerThread = 16384;
 
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+constexpr int64_t kShortPlane = 32;
+
 // Returns whether the input is taken as rows, each of which holds the `inner` values of all
 // channels: a matrix, where that is one value, and planes that are shorter than a pack may be.
 // Other planes are taken one by one.
-inline bool is_in_rows(const Geometry& geometry) {
-  constexpr int64_t kShortPlane = 32;
-  return geometry.inner < kShortPlane;
-}
+inline bool is_in_rows(const Geometry& geometry) { return geometry.inner < kShortPlane; }
 
 // An item of work: a segment of the rows, for some channels, or a segment of the values of one
 // channel, in the order of memory.

@@ -38,6 +38,7 @@ struct PlaneLoop {
   static SYNCBN_INLINE void compute_planes(const Job& job, const Geometry& geometry, int64_t begin,
                                            int64_t end) {
     constexpr int kSize = Pack<A, Isa>::kSize;
+    static_assert(kSize <= kShortPlane);
     const int64_t inner = geometry.inner;
     int64_t channel = begin / inner % geometry.channels;
     int64_t plane_end = begin - begin % inner + inner;
@@ -48,15 +49,13 @@ struct PlaneLoop {
       for (; at + kSize <= stop; at += kSize) {
         job.template compute<kStream>(formula, at);
       }
-      const int64_t next = channel + 1 == geometry.channels ? 0 : channel + 1;
       if (at + kSize > end) {
-        const int64_t unused = at + kSize - end;  // places before the values that are left
-        if (at < end) {
-          job.compute_last(formula_of_two<Isa>(job, channel, next, unused + plane_end - at), end,
-                           end - at);
+        if (at < end) {  // the tensor's last values, which are of one plane
+          job.compute_last(formula, end, end - at);
         }
         return;
       }
+      const int64_t next = channel + 1 == geometry.channels ? 0 : channel + 1;
       if (at < plane_end) {
         job.template compute<kStream>(formula_of_two<Isa>(job, channel, next, plane_end - at), at);
         at += kSize;
