@@ -98,4 +98,19 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "Tensor? weight, Tensor sums, Tensor count, float? tag_sum=None, Tensor(a!)? verdict=None, "
       "Tensor? constants=None, int activation=0, float negative_slope=0) "
       "-> Tensor grad_input");
+
+  // batch_norm_stats and batch_norm_apply of a process that is alone: totals are its own message.
+  m.def(
+      "batch_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
+      "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
+      "Tensor? residual=None, int activation=0, float negative_slope=0, "
+      "Tensor(d!)? constants=None) "
+      "-> (Tensor output, Tensor mean, Tensor invstd, Tensor count)");
+
+  // batch_norm_backward_reduce and batch_norm_backward_apply of a process that is alone.
+  m.def(
+      "batch_norm_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
+      "Tensor? weight, Tensor count, ScalarType weight_dtype, ScalarType bias_dtype, "
+      "Tensor? constants=None, int activation=0, float negative_slope=0) "
+      "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }

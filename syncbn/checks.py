@@ -27,7 +27,8 @@ def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
     check_no_transform()
     # Almost always nothing is wrong, which takes a fraction of the time to see.
     if (
-        _are_ordinary(input, arguments)
+        _is_input_ordinary(input, arguments)
+        and _are_vectors_ordinary(input, arguments)
         and input.device.type in _extension.device_types
         and not (alone and input.numel() == input.size(1))
     ):
@@ -45,13 +46,31 @@ def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
         check_more_than_one_value(input)
 
 
+def check_input_of_one_process(input: Tensor, arguments: Arguments) -> None:
+    """Make the checks of a training pass without other ranks, but for those of the vectors.
+
+    Those are the operator's, which has no other ranks to tell: after an error of it
+    :func:`check_training` says in better words what is wrong.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As the checks below do.
+    """
+    check_no_transform()
+    if not (
+        _is_input_ordinary(input, arguments)
+        and input.device.type in _extension.device_types
+        and input.numel() != input.size(1)
+    ):
+        check_training(input, arguments, alone=True)
+
+
 def check_evaluation(input: Tensor, arguments: Arguments) -> None:
     """Make all checks of an evaluation pass, which takes any momentum.
 
     Raises:
         TypeError, ValueError: As the checks below do.
     """
-    if _are_ordinary(input, arguments):
+    if _is_input_ordinary(input, arguments) and _are_vectors_ordinary(input, arguments):
         return
     check_input(input, arguments.num_features, arguments.dims)
     check_channel_vectors(input, arguments)
@@ -60,22 +79,37 @@ def check_evaluation(input: Tensor, arguments: Arguments) -> None:
     check_eps(arguments.eps)
 
 
-def _are_ordinary(input: Tensor, arguments: Arguments) -> bool:
-    """Return whether the checks surely pass; they may pass if not.
+def _is_input_ordinary(input: Tensor, arguments: Arguments) -> bool:
+    """Return whether the checks of all but the vectors surely pass; they may pass if not.
 
     Every attribute of a tensor costs about as much as a line of Python: as few as will do.
     """
     if not isinstance(input, Tensor) or input.layout is not torch.strided or input.is_nested:
         return False
-    vector_dtypes = _VECTOR_DTYPES.get(input.dtype)
-    shape = input.shape
-    dims = arguments.dims
-    if vector_dtypes is None or len(shape) < 2 or (dims is not None and len(shape) not in dims):
+    shape, dims = input.shape, arguments.dims
+    if len(shape) < 2 or (dims is not None and len(shape) not in dims):
         return False
-    channels, on_cpu = shape[1], input.is_cpu
-    weight, bias, running_mean, running_var, counter, momentum, eps, num_features, *_ = arguments
-    if channels == 0 or (num_features is not None and channels != num_features):
+    counter, momentum, eps, num_features = arguments[4:8]
+    if shape[1] == 0 or (num_features is not None and shape[1] != num_features):
         return False
+    if counter is not None and counter.dtype is not torch.int64:
+        return False
+    if momentum is None:
+        if counter is None:
+            return False
+    elif type(momentum) is not float or not math.isfinite(momentum):
+        return False
+    if arguments.is_fused and not _are_followers_ordinary(input, arguments):
+        return False
+    is_float = input.dtype in _VECTOR_DTYPES
+    return is_float and type(eps) is float and 0 <= eps < math.inf
+
+
+def _are_vectors_ordinary(input: Tensor, arguments: Arguments) -> bool:
+    """Return whether the checks of the vectors surely pass with an ordinary input."""
+    vector_dtypes = _VECTOR_DTYPES[input.dtype]
+    channels, on_cpu = input.size(1), input.is_cpu
+    weight, bias, running_mean, running_var, counter, *_ = arguments
     for vector in (weight, bias, running_mean, running_var):
         if vector is not None and (
             not isinstance(vector, Tensor)
@@ -90,21 +124,11 @@ def _are_ordinary(input: Tensor, arguments: Arguments) -> bool:
             return False
     elif running_mean.stride(0) == 0 or running_var.stride(0) == 0:
         return False
-    if counter is not None and (
-        counter.dtype is not torch.int64
-        or counter.numel() != 1
-        or counter.is_cpu is not on_cpu
-        or (not on_cpu and counter.device != input.device)
-    ):
-        return False
-    if momentum is None:
-        if counter is None:
-            return False
-    elif type(momentum) is not float or not math.isfinite(momentum):
-        return False
-    if arguments.is_fused and not _are_followers_ordinary(input, arguments):
-        return False
-    return type(eps) is float and 0 <= eps < math.inf
+    return counter is None or (
+        counter.numel() == 1
+        and counter.is_cpu is on_cpu
+        and (on_cpu or counter.device == input.device)
+    )
 
 
 def _are_followers_ordinary(input: Tensor, arguments: Arguments) -> bool:

@@ -166,9 +166,14 @@ def train(
             agreement.check_not_destroyed(group)
         except ValueError as error:
             raise errors.with_layer_and_rank(error, identity, group) from None
-    dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
-    if observe is not None:
-        observe(exchange.judge_now(totals, group, record))
+    totals: Tensor | None = None
+    record: Record | None = None
+    if group is None and observe is None:
+        dense = passes.enter_alone(input, arguments, identity)
+    else:
+        dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
+        if observe is not None:
+            observe(exchange.judge_now(totals, group, record))
     weight, bias, *_ = arguments
     residual = arguments.residual
     if residual is not None:
@@ -183,10 +188,10 @@ torch.fx.wrap("train")  # symbolic tracing records the call
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
-    """Batch normalization of a dense input by the statistics of a group.
+    """Batch normalization of a dense input by the statistics of a group, or of this process.
 
-    They have been summed over the group when it comes here: autograd, which sees the dense input,
-    can differentiate the gradient again. The backward pass makes one collective.
+    Those of a group have been summed when they come here: autograd, which sees the dense input, can
+    differentiate the gradient again. The backward pass makes one collective.
     """
 
     @staticmethod
@@ -196,7 +201,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
-        totals: Tensor,
+        totals: Tensor | None,
         arguments: Arguments,
         group: ProcessGroup | None,
         layer: Identity,
@@ -208,7 +213,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
         for them.
         """
         activation = ctx.activation = arguments.activation
-        constants = None if activation is None else totals.new_empty(2 * input.size(1))
+        constants = None
+        if activation is not None:
+            constants = input.new_empty(2 * input.size(1), dtype=torch.float64)
         if residual is not arguments.residual:
             arguments = arguments._replace(residual=residual)
         output, mean, invstd, count = passes.normalize(

@@ -12,9 +12,11 @@ __all__ = [
     "PassesDifferError",
     "WithdrawnError",
     "batch_norm_apply",
+    "batch_norm_backward",
     "batch_norm_backward_apply",
     "batch_norm_backward_reduce",
     "batch_norm_backward_reduce_dz",
+    "batch_norm_forward",
     "batch_norm_stats",
 ]
 
@@ -24,6 +26,8 @@ _batch_norm_apply = torch.ops.syncbn.batch_norm_apply.default
 _batch_norm_backward_reduce = torch.ops.syncbn.batch_norm_backward_reduce.default
 _batch_norm_backward_reduce_dz = torch.ops.syncbn.batch_norm_backward_reduce_dz.default
 _batch_norm_backward_apply = torch.ops.syncbn.batch_norm_backward_apply.default
+_batch_norm_forward = torch.ops.syncbn.batch_norm_forward.default
+_batch_norm_backward = torch.ops.syncbn.batch_norm_backward.default
 
 
 # What operators take for a residual and an activation; by default none, which costs nothing.
@@ -84,10 +88,7 @@ def batch_norm_apply(
     ``num_batches_tracked`` may have any dtype here. ``fused`` are residual, activation,
     negative_slope and constants, which are written.
     """
-    tracked = num_batches_tracked
-    counter = tracked
-    if tracked is not None and tracked.dtype is not torch.int64:
-        counter = tracked.to(torch.int64)
+    counter = _as_int64(num_batches_tracked)
     try:
         results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_apply(
             input,
@@ -105,9 +106,43 @@ def batch_norm_apply(
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
-    if tracked is not None and counter is not None and counter is not tracked:
-        tracked.copy_(counter)
+    _copy_back(counter, num_batches_tracked)
     return results
+
+
+def batch_norm_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    *fused: Fused,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what :func:`batch_norm_apply` does, by the statistics of this process's input."""
+    counter = _as_int64(num_batches_tracked)
+    try:
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_forward(
+            input, weight, bias, running_mean, running_var, counter, momentum, eps, *fused
+        )
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+    _copy_back(counter, num_batches_tracked)
+    return results
+
+
+def _as_int64(num_batches_tracked: Tensor | None) -> Tensor | None:
+    if num_batches_tracked is None or num_batches_tracked.dtype is torch.int64:
+        return num_batches_tracked
+    return num_batches_tracked.to(torch.int64)
+
+
+def _copy_back(counter: Tensor | None, num_batches_tracked: Tensor | None) -> None:
+    if counter is not num_batches_tracked and num_batches_tracked is not None:
+        assert counter is not None
+        num_batches_tracked.copy_(counter)
 
 
 def batch_norm_backward_reduce(
@@ -185,9 +220,34 @@ def batch_norm_backward_apply(
     return grad_input
 
 
+def batch_norm_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    count: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    *fused: Fused,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of input, weight and bias of a process that is alone.
+
+    ``fused`` are constants, activation and negative_slope.
+    """
+    try:
+        gradients: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward(
+            grad_output, input, mean, invstd, weight, count, weight_dtype, bias_dtype, *fused
+        )
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+    return gradients
+
+
 # Their results never require a gradient: the callers give it.
 _library = torch.library.Library("syncbn", "IMPL", "Autograd")
 _NAMES = ("stats", "apply", "backward_reduce", "backward_reduce_dz", "backward_apply")
+_NAMES += ("forward", "backward")
 for _name in _NAMES:
     _library.impl(f"batch_norm_{_name}", torch.library.fallthrough_kernel)
 
@@ -300,3 +360,45 @@ def _(
 ) -> Tensor:
     _check_one_device(grad_output, input, mean, invstd, weight, sums, count, constants)
     return torch.empty_like(input)
+
+
+@torch.library.register_fake("syncbn::batch_norm_forward")
+def _(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+    constants: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    _check_one_device(input, *vectors, residual, constants)
+    mean, invstd = (input.new_empty(input.size(1), dtype=torch.float64) for _ in range(2))
+    return torch.empty_like(input), mean, invstd, input.new_empty(1, dtype=torch.float64)
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward")
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    count: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    constants: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_one_device(grad_output, input, mean, invstd, weight, count, constants)
+    grad_weight, grad_bias = (
+        input.new_empty(input.size(1), dtype=dtype) for dtype in (weight_dtype, bias_dtype)
+    )
+    return torch.empty_like(input), grad_weight, grad_bias

@@ -7,19 +7,32 @@ tracer recorded. A graph of torch.compile is in :mod:`syncbn.compiled`.
 import torch
 from torch import Tensor
 
-from syncbn import activations, errors, exchange, layout, ops, reference, tracing
+from syncbn import activations, checks, errors, exchange, layout, ops, reference, tracing
 from syncbn.activations import NUMBERS, Through
 from syncbn.agreement import Record
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
 from syncbn.identity import Identity
 
-__all__ = ["backward", "normalize"]
+__all__ = ["backward", "enter_alone", "normalize"]
+
+
+def enter_alone(input: Tensor, arguments: Arguments, layer: Identity) -> Tensor:
+    """Return the input, dense, of a pass without other ranks; the vectors are not checked yet.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`syncbn.checks.check_training`.
+    """
+    try:
+        checks.check_input_of_one_process(input, arguments)
+        return layout.as_dense(input)
+    except Exception as error:
+        raise errors.with_layer_and_rank(error, layer, None) from None
 
 
 def normalize(
     input: Tensor,
-    totals: Tensor,
+    totals: Tensor | None,
     arguments: Arguments,
     group: ProcessGroup | None,
     layer: Identity,
@@ -28,31 +41,39 @@ def normalize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return output, mean, invstd and count of a dense input: :func:`syncbn.ops.batch_norm_apply`.
 
-    The residual of ``arguments``, if there is one, is dense as the input is. A recomputation leaves
-    the running statistics alone.
+    ``totals`` are the sums over the group, or None for the statistics of this process, whose
+    vectors are not checked yet. The residual of ``arguments``, if there is one, is dense as the
+    input is. A recomputation leaves the running statistics alone.
 
     Raises:
+        TypeError, ValueError: As :func:`syncbn.checks.check_training`.
         RuntimeError: Another rank has withdrawn or makes another pass; the error names the layer
             and the rank.
     """
     if tracing.is_recomputation():
         arguments = arguments.without_running()
-    judge = exchange.judge_for(totals, group, record)
+    following: tuple[ops.Fused, ...] = ()
+    if arguments.is_fused:
+        slope = float(arguments.negative_slope)
+        following = (arguments.residual, NUMBERS[arguments.activation], slope, constants)
     try:
-        if not arguments.is_fused:
-            return ops.batch_norm_apply(input, totals, *arguments.for_operators(), *judge)
-        return ops.batch_norm_apply(
-            input,
-            totals,
-            *arguments.for_operators(),
-            *judge,
-            arguments.residual,
-            NUMBERS[arguments.activation],
-            float(arguments.negative_slope),
-            constants,
-        )
+        if totals is None:
+            return ops.batch_norm_forward(input, *arguments.for_operators(), *following)
+        judge = exchange.judge_for(totals, group, record)
+        return ops.batch_norm_apply(input, totals, *arguments.for_operators(), *judge, *following)
     except RuntimeError as error:
+        if totals is None:
+            error = _in_words(error, input, arguments)
         raise errors.of_pass(error, layer, group, record) from None
+
+
+def _in_words(error: Exception, input: Tensor, arguments: Arguments) -> Exception:
+    """Return what the checks say of what an operator has refused, or its own error."""
+    try:
+        checks.check_training(input, arguments, alone=True)
+    except (TypeError, ValueError) as found:
+        return found
+    return error
 
 
 def backward(
@@ -85,6 +106,17 @@ def backward(
         grad_weight = layout.cast(grad_weight, weight_dtype)
         grad_bias = layout.cast(grad_bias, bias_dtype or torch.float64)
         grad_output = layout.cast(grad_output, input.dtype)
+    elif group is None and needs_grad_input and not (through and through.is_stored(input)):
+        source = () if through is None else through.for_operators()
+        dtypes = (weight_dtype, bias_dtype or torch.float64)
+        try:
+            input = layout.as_dense(input)
+            grad_output = layout.as_dense(grad_output, like=input)
+            grad_input, grad_weight, grad_bias = ops.batch_norm_backward(
+                grad_output, input, mean, invstd, weight, count, *dtypes, *source
+            )
+        except RuntimeError as error:
+            raise errors.with_layer_and_rank(error, layer, None) from None
     else:
         grad_output, sums, grad_weight, grad_bias, record = exchange.start_backward(
             grad_output,

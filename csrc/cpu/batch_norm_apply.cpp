@@ -12,6 +12,7 @@
 #include "channel_vector.h"
 #include "dispatch.h"
 #include "elementwise.h"
+#include "operators.h"
 
 namespace syncbn::cpu {
 namespace {
@@ -71,6 +72,8 @@ double count_batch(std::optional<Tensor>& num_batches_tracked,
   *tracked += 1;
   return momentum.has_value() ? *momentum : 1.0 / static_cast<double>(*tracked);
 }
+
+}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
@@ -156,7 +159,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   return {output, mean, invstd, count};
 }
 
-}  // namespace
 }  // namespace syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {

@@ -7,6 +7,7 @@
 #include "channel_vector.h"
 #include "dispatch.h"
 #include "elementwise.h"
+#include "operators.h"
 
 namespace syncbn::cpu {
 namespace {
@@ -40,6 +41,8 @@ struct PerChannel {
     }
   }
 };
+
+}  // namespace
 
 Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                  const Tensor& invstd, std::optional<Tensor> weight,
@@ -102,7 +105,6 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   return grad_input;
 }
 
-}  // namespace
 }  // namespace syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {

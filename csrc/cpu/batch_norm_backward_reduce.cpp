@@ -14,6 +14,7 @@
 #include "channel_sums.h"
 #include "channel_vector.h"
 #include "dispatch.h"
+#include "operators.h"
 
 namespace syncbn::cpu {
 namespace {
@@ -172,14 +173,6 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
   return {sums, grad_weight, grad_bias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
-    std::optional<Tensor> constants, int64_t activation, double negative_slope) {
-  return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
-                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
@@ -195,6 +188,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
 }
 
 }  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
+    std::optional<Tensor> constants, int64_t activation, double negative_slope) {
+  return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
+                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
+}
+
 }  // namespace syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {

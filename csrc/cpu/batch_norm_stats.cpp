@@ -18,6 +18,7 @@
 #include "../common/moments.h"
 #include "channel_sums.h"
 #include "dispatch.h"
+#include "operators.h"
 
 namespace syncbn::cpu {
 namespace {
@@ -225,6 +226,8 @@ struct Message {
   }
 };
 
+}  // namespace
+
 Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook) {
   const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
   const Partition partition(geometry);
@@ -265,7 +268,6 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double o
   return message;
 }
 
-}  // namespace
 }  // namespace syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {

@@ -2,11 +2,14 @@
 // kernels/batch_norm_apply.cu on the current stream.
 
 #include "adapter.h"
+#include "operators.h"
 
 namespace syncbn::cuda {
 namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_apply";
+
+}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
@@ -54,7 +57,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   return {output, mean, invstd, count};
 }
 
-}  // namespace
 }  // namespace syncbn::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {

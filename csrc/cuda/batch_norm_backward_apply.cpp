@@ -2,11 +2,14 @@
 // kernels/batch_norm_backward_apply.cu on the current stream.
 
 #include "adapter.h"
+#include "operators.h"
 
 namespace syncbn::cuda {
 namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
+
+}  // namespace
 
 Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                  const Tensor& invstd, std::optional<Tensor> weight,
@@ -45,7 +48,6 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   return grad_input;
 }
 
-}  // namespace
 }  // namespace syncbn::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {

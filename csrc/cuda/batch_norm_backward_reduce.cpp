@@ -2,6 +2,7 @@
 // kernels/batch_norm_backward_reduce.cu on the current stream.
 
 #include "adapter.h"
+#include "operators.h"
 
 namespace syncbn::cuda {
 namespace {
@@ -55,14 +56,6 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
   return {sums, grad_weight, grad_bias};
 }
 
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
-    std::optional<Tensor> constants, int64_t activation, double negative_slope) {
-  return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
-                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
@@ -79,6 +72,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
 }
 
 }  // namespace
+
+std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
+    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
+    std::optional<Tensor> constants, int64_t activation, double negative_slope) {
+  return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
+                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
+}
+
 }  // namespace syncbn::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {

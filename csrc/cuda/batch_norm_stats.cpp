@@ -2,9 +2,10 @@
 // kernels/batch_norm_stats.cu on the current stream.
 
 #include "adapter.h"
+#include "operators.h"
 
 namespace syncbn::cuda {
-namespace {
+namespace {}  // namespace
 
 Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook) {
   const Device device(input);
@@ -23,7 +24,6 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double o
   return message;
 }
 
-}  // namespace
 }  // namespace syncbn::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {

@@ -18,9 +18,11 @@ from syncbn import _extension, checks
 PACKAGE = Path(syncbn.__file__).parent
 OPERATORS = (
     "batch_norm_apply",
+    "batch_norm_backward",
     "batch_norm_backward_apply",
     "batch_norm_backward_reduce",
     "batch_norm_backward_reduce_dz",
+    "batch_norm_forward",
     "batch_norm_stats",
 )
 

@@ -65,7 +65,7 @@ KEPT = {
     "linear": ["aten.addmm"],
     "linear and statistics": ["aten.addmm", "syncbn.batch_norm_stats"],
     "collectives": ["_c10d_functional.all_reduce"],
-    "normalized": ["syncbn.batch_norm_apply"],
+    "normalized": ["syncbn.batch_norm_apply", "syncbn.batch_norm_forward"],
     "everything": [""],
 }
 
@@ -86,6 +86,11 @@ def selective(rank, world_size, kept):
 @pytest.mark.parametrize("kept", KEPT)
 def test_selective_checkpointing(two_ranks, kept):
     two_ranks.run(selective, kept)
+
+
+@pytest.mark.parametrize("kept", KEPT)
+def test_selective_checkpointing_of_a_process_alone(kept):
+    selective(0, 1, kept)
 
 
 def compiled_around_checkpoint(rank, world_size, use_reentrant, backend):

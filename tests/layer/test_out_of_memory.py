@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
+from cases import OPS, arguments
 from paths import ROOT
 from ranks import Ranks
 
@@ -49,16 +50,22 @@ def run_out(*args):
     raise RuntimeError("CUDA out of memory. syncbn tried to allocate 8 bytes on device 0")
 
 
-STAGES = ["stats", "apply", "backward_reduce", "backward_apply"]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_class_on_cuda_is_torchs(stage, monkeypatch):
-    monkeypatch.setattr(ops, f"_batch_norm_{stage}", run_out)
-    x = torch.rand(4, 3, requires_grad=True)
+@pytest.mark.parametrize("name", [name for name in OPS if " " not in name])
+def test_class_on_cuda_is_torchs(name, monkeypatch):
+    args = arguments(name, torch.rand(4, 3))
+    monkeypatch.setattr(ops, f"_{name}", run_out)
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. syncbn") as error:
-        SyncBatchNorm(3)(x).sum().backward()
+        getattr(ops, name)(*args)
     assert should_reduce_batch_size(error.value)
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_layer_names_itself(stage, monkeypatch):
+    monkeypatch.setattr(ops, f"_batch_norm_{stage}", run_out)
+    layer = SyncBatchNorm(3)
+    layer._name = "body.bn1"
+    with pytest.raises(torch.OutOfMemoryError, match=r"on device 0 \[layer 'body.bn1'\]$"):
+        layer(torch.rand(4, 3, requires_grad=True)).sum().backward()
 
 
 def run_out_on_one_rank(rank, world_size, stage):

@@ -24,11 +24,12 @@ def test_opcheck(name, layout, dtype):
 def test_opcheck_without_optional_arguments(name):
     x = make_input((3, 4, 5), "contiguous", torch.float32)
     optional = {"batch_norm_apply": range(2, 7), "batch_norm_backward_apply": [4]}
+    optional |= {"batch_norm_forward": range(1, 6), "batch_norm_backward": [4]}
     optional["compiled_update"] = range(1, 4)
     args = list(arguments(name, x))
     for index in optional.get(name, []):
         args[index] = None
-    momentum = {"batch_norm_apply": 7, "compiled_update": 4}.get(name)
+    momentum = {"batch_norm_apply": 7, "batch_norm_forward": 6, "compiled_update": 4}.get(name)
     if momentum is not None:
         args[momentum] = 0.1
     torch.library.opcheck(
@@ -52,10 +53,10 @@ def test_tensors_that_are_read_keep_sharing_their_memory(name):
     x = make_input((4, 3, 5), "contiguous", torch.float32)
     args = [torch._lazy_clone(a) if torch.is_tensor(a) else a for a in arguments(name, x)]
     operator(name)(*args)
-    written = (4, 5, 6, 14) if name.startswith("batch_norm_apply") else ()
+    written = {"batch_norm_apply": (4, 5, 6, 14), "batch_norm_forward": (3, 4, 5, 11)}
     for i, arg in enumerate(args):
         if torch.is_tensor(arg):
-            assert torch._C._is_cow_tensor(arg) == (i not in written), i
+            assert torch._C._is_cow_tensor(arg) == (i not in written.get(name.split()[0], ())), i
 
 
 @pytest.mark.parametrize("shape", [(3, 2, 131, 257), (129, 65), (64, 300, 7, 7)])

@@ -52,6 +52,7 @@ MAY_IMPORT = {
         "activations",
         "agreement",
         "arguments",
+        "checks",
         "collectives",
         "errors",
         "exchange",

@@ -12,6 +12,8 @@ from syncbn import ops
 # Operators, and those that differ with a residual and an activation.
 OPS = ["batch_norm_stats", "batch_norm_apply", "batch_norm_backward_reduce"]
 OPS += ["batch_norm_backward_apply", "batch_norm_backward_reduce_dz"]
+OPS += ["batch_norm_forward", "batch_norm_backward"]
+OPS += ["batch_norm_forward fused", "batch_norm_backward fused"]
 OPS += ["batch_norm_apply fused", "batch_norm_backward_reduce fused"]
 OPS += ["batch_norm_backward_apply fused", "batch_norm_backward_reduce_dz of SiLU"]
 RELU, SILU = 1, 3
@@ -85,6 +87,8 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
     apply = (x, totals, vector, vector.clone(), *running, None, 1e-5)
     reduce = (x.clone(), x, mean, var, *dtypes)
     backward_apply = (x.clone(), x, mean, var, vector, sums, totals[-1:].clone())
+    forward = (x, vector, vector.clone(), *running, None, 1e-5)
+    backward = (x.clone(), x, mean, var, vector, totals[-1:].clone(), *dtypes)
     return {
         "batch_norm_stats": (x,),
         "batch_norm_apply": apply,
@@ -101,6 +105,10 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         ),
         "batch_norm_backward_apply": backward_apply,
         "batch_norm_backward_apply fused": (*backward_apply, None, None, constants, SILU, 0.0),
+        "batch_norm_forward": forward,
+        "batch_norm_forward fused": (*forward, other, SILU, 0.0, constants),
+        "batch_norm_backward": backward,
+        "batch_norm_backward fused": (*backward, constants, RELU, 0.0),
         "compiled_stats": (x, None, torch.empty(0)),
         "compiled_update": (totals, *running, None, 1e-5, x.dtype, None),
         "compiled_backward_reduce": (x.clone(), x, mean, var, *dtypes),
