@@ -46,20 +46,23 @@ def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
         check_more_than_one_value(input)
 
 
-def check_input_of_one_process(input: Tensor, arguments: Arguments) -> None:
-    """Make the checks of a training pass without other ranks, but for those of the vectors.
+def check_before_operator(input: Tensor, arguments: Arguments) -> None:
+    """Make the checks of a training pass without other ranks that its operator leaves out.
 
-    Those are the operator's, which has no other ranks to tell: after an error of it
-    :func:`check_training` says in better words what is wrong.
+    After an error of the operator :func:`check_training` says in better words what is wrong. In a
+    group that would be too late: ranks have met by then.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the checks below do.
     """
     check_no_transform()
     if not (
-        _is_input_ordinary(input, arguments)
+        isinstance(input, Tensor)
         and input.device.type in _extension.device_types
+        and _fits(input.shape, arguments)
+        and _are_numbers_ordinary(arguments)
         and input.numel() != input.size(1)
+        and (not arguments.is_fused or _are_followers_ordinary(input, arguments))
     ):
         check_training(input, arguments, alone=True)
 
@@ -84,14 +87,30 @@ def _is_input_ordinary(input: Tensor, arguments: Arguments) -> bool:
 
     Every attribute of a tensor costs about as much as a line of Python: as few as will do.
     """
-    if not isinstance(input, Tensor) or input.layout is not torch.strided or input.is_nested:
-        return False
-    shape, dims = input.shape, arguments.dims
-    if len(shape) < 2 or (dims is not None and len(shape) not in dims):
-        return False
-    counter, momentum, eps, num_features = arguments[4:8]
-    if shape[1] == 0 or (num_features is not None and shape[1] != num_features):
-        return False
+    return (
+        isinstance(input, Tensor)
+        and input.layout is torch.strided
+        and not input.is_nested
+        and input.dtype in _VECTOR_DTYPES
+        and _fits(input.shape, arguments)
+        and _are_numbers_ordinary(arguments)
+        and (not arguments.is_fused or _are_followers_ordinary(input, arguments))
+    )
+
+
+def _fits(shape: torch.Size, arguments: Arguments) -> bool:
+    num_features, dims = arguments.num_features, arguments.dims
+    num_dims = len(shape)
+    return (
+        num_dims >= 2
+        and (dims is None or num_dims in dims)
+        and shape[1] > 0
+        and (num_features is None or shape[1] == num_features)
+    )
+
+
+def _are_numbers_ordinary(arguments: Arguments) -> bool:
+    counter, momentum, eps = arguments[4:7]
     if counter is not None and counter.dtype is not torch.int64:
         return False
     if momentum is None:
@@ -99,10 +118,7 @@ def _is_input_ordinary(input: Tensor, arguments: Arguments) -> bool:
             return False
     elif type(momentum) is not float or not math.isfinite(momentum):
         return False
-    if arguments.is_fused and not _are_followers_ordinary(input, arguments):
-        return False
-    is_float = input.dtype in _VECTOR_DTYPES
-    return is_float and type(eps) is float and 0 <= eps < math.inf
+    return type(eps) is float and 0 <= eps < math.inf
 
 
 def _are_vectors_ordinary(input: Tensor, arguments: Arguments) -> bool:

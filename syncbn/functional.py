@@ -8,6 +8,7 @@ import torch.fx
 from torch import Tensor
 
 from syncbn import (
+    _torch_private,
     activations,
     agreement,
     checks,
@@ -178,8 +179,17 @@ def train(
     residual = arguments.residual
     if residual is not None:
         residual = layout.as_dense(residual, like=dense)
-    applied: Tensor = SyncBatchNormFunction.apply(
-        dense, weight, bias, residual, totals, arguments, group, identity, record
+    applied: Tensor = _torch_private.apply_function(
+        SyncBatchNormFunction,
+        dense,
+        weight,
+        bias,
+        residual,
+        totals,
+        arguments,
+        group,
+        identity,
+        record,
     )
     return applied
 

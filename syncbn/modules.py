@@ -238,13 +238,16 @@ class SyncBatchNorm(BatchNormBase):
             layer = self
         if isinstance(input, torch.fx.Proxy):
             layer = self._identity.name
-        has_running = self.track_running_stats or not self.training
-        counter = self.num_batches_tracked if self.track_running_stats and self.training else None
+        weight, bias, running_mean, running_var, counter = _torch_private.vectors_of(self)
+        if self.training and not self.track_running_stats:
+            running_mean = running_var = None
+        if not (self.training and self.track_running_stats):
+            counter = None
         arguments = Arguments(
-            self.weight,
-            self.bias,
-            self.running_mean if has_running else None,
-            self.running_var if has_running else None,
+            weight,
+            bias,
+            running_mean,
+            running_var,
             counter,
             # Without a counter there is no cumulative average; torch then leaves the statistics.
             0.0 if self.momentum is None and counter is None else self.momentum,

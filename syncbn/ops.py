@@ -246,9 +246,8 @@ def batch_norm_backward(
 
 # Their results never require a gradient: the callers give it.
 _library = torch.library.Library("syncbn", "IMPL", "Autograd")
-_NAMES = ("stats", "apply", "backward_reduce", "backward_reduce_dz", "backward_apply")
-_NAMES += ("forward", "backward")
-for _name in _NAMES:
+_REDUCTIONS = ("stats", "backward_reduce", "backward_reduce_dz")
+for _name in (*_REDUCTIONS, "apply", "backward_apply", "forward", "backward"):
     _library.impl(f"batch_norm_{_name}", torch.library.fallthrough_kernel)
 
 

@@ -18,15 +18,16 @@ __all__ = ["backward", "enter_alone", "normalize"]
 
 
 def enter_alone(input: Tensor, arguments: Arguments, layer: Identity) -> Tensor:
-    """Return the input, dense, of a pass without other ranks; the vectors are not checked yet.
+    """Return the input, dense, of a pass without other ranks; the operator checks the rest.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As :func:`syncbn.checks.check_training`.
     """
     try:
-        checks.check_input_of_one_process(input, arguments)
+        checks.check_before_operator(input, arguments)
         return layout.as_dense(input)
     except Exception as error:
+        error = _in_words(error, input, arguments)
         raise errors.with_layer_and_rank(error, layer, None) from None
 
 
@@ -62,16 +63,15 @@ def normalize(
         judge = exchange.judge_for(totals, group, record)
         return ops.batch_norm_apply(input, totals, *arguments.for_operators(), *judge, *following)
     except RuntimeError as error:
-        if totals is None:
-            error = _in_words(error, input, arguments)
-        raise errors.of_pass(error, layer, group, record) from None
+        found = error if totals is not None else _in_words(error, input, arguments)
+        raise errors.of_pass(found, layer, group, record) from None
 
 
 def _in_words(error: Exception, input: Tensor, arguments: Arguments) -> Exception:
-    """Return what the checks say of what an operator has refused, or its own error."""
+    """Return what the checks say of what has been refused, or its own error."""
     try:
         checks.check_training(input, arguments, alone=True)
-    except (TypeError, ValueError) as found:
+    except (TypeError, ValueError, NotImplementedError) as found:
         return found
     return error
 

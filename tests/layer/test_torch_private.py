@@ -293,3 +293,34 @@ def test_dynamo_is_not_imported_for_code_that_is_not_compiled(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     with _torch_private.without_compiled_code():
         assert "torch._dynamo" not in sys.modules
+
+
+def test_function_is_applied_as_by_its_apply():
+    x = torch.ones(2, requires_grad=True)
+    calls = []
+    y = _torch_private.apply_function(Observed, x, lambda: calls.append(1))
+    assert torch.equal(y, x) and type(y.grad_fn) is type(Observed.apply(x, None).grad_fn)
+    y.sum().backward()
+    assert calls == [1] and torch.equal(x.grad, torch.ones(2))
+
+
+NAMES = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@pytest.mark.parametrize("change", ["none", "parametrized", "plain tensor"])
+def test_vectors_are_those_of_the_attributes(change):
+    layer = nn.BatchNorm1d(3)
+    if change == "parametrized":
+        nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    elif change == "plain tensor":  # as FSDP leaves it
+        del layer.weight
+        layer.weight = torch.zeros(3)
+    vectors = _torch_private.vectors_of(layer)
+    for vector, name in zip(vectors, NAMES, strict=True):
+        assert torch.equal(vector, getattr(layer, name)), name
+    assert change != "parametrized" or vectors[0].eq(2).all()
