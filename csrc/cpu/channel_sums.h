@@ -231,16 +231,13 @@ SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t
       }
     }
   } else {
-    // Rows that adjoin are read as kGroup streams, each in the order of memory, which processors
-    // read ahead by themselves. Neighboring rows side by side take up to twice as long, measured.
-    const bool adjoin = stride == width;
-    const int64_t between_rows = adjoin ? groups * stride : stride;
-    const int64_t between_groups = adjoin ? stride : kGroup * stride;
+    // Rows are read as kGroup streams, each in the order of memory, which processors read ahead by
+    // themselves. Neighboring rows side by side take up to twice as long, measured.
     for (int64_t group = 0; group < groups; ++group) {
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
-        const int64_t at = group * between_groups + std::min(lane, width - kSize);
-        add(lane,
-            Packs::template load_packs<kGroup>(tensors, formula_of_lanes(lane), at, between_rows));
+        const int64_t at = group * stride + std::min(lane, width - kSize);
+        add(lane, Packs::template load_packs<kGroup>(tensors, formula_of_lanes(lane), at,
+                                                     groups * stride));
       }
     }
   }
