@@ -84,6 +84,8 @@ def is_mode_recording() -> bool:
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Do as ``function.apply`` where no transform of torch.func is active, in less time."""
+    if torch.compiler.is_compiling():  # behind a break of a graph; it knows Function.apply alone
+        return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
