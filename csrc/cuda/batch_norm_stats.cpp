@@ -5,7 +5,6 @@
 #include "operators.h"
 
 namespace syncbn::cuda {
-namespace {}  // namespace
 
 Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook) {
   const Device device(input);
