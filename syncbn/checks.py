@@ -57,12 +57,9 @@ def check_before_operator(input: Tensor, arguments: Arguments) -> None:
     """
     check_no_transform()
     if not (
-        isinstance(input, Tensor)
+        _is_ordinary(input, arguments)
         and input.device.type in _extension.device_types
-        and _fits(input.shape, arguments)
-        and _are_numbers_ordinary(arguments)
-        and input.numel() != input.size(1)
-        and (not arguments.is_fused or _are_followers_ordinary(input, arguments))
+        and input.numel() != input.shape[1]
     ):
         check_training(input, arguments, alone=True)
 
@@ -83,42 +80,37 @@ def check_evaluation(input: Tensor, arguments: Arguments) -> None:
 
 
 def _is_input_ordinary(input: Tensor, arguments: Arguments) -> bool:
-    """Return whether the checks of all but the vectors surely pass; they may pass if not.
+    """Return whether the checks of all but the vectors surely pass; they may pass if not."""
+    return (
+        _is_ordinary(input, arguments)
+        and input.layout is torch.strided
+        and input.dtype in _VECTOR_DTYPES
+    )
 
-    Every attribute of a tensor costs about as much as a line of Python: as few as will do.
+
+def _is_ordinary(input: Tensor, arguments: Arguments) -> bool:
+    """Return whether the checks that no operator makes surely pass.
+
+    Every attribute of a tensor costs about as much as a line of Python, every call as much as two.
     """
+    *_, counter, momentum, eps, num_features, residual, activation, _, dims = arguments
     return (
         isinstance(input, Tensor)
-        and input.layout is torch.strided
         and not input.is_nested
-        and input.dtype in _VECTOR_DTYPES
-        and _fits(input.shape, arguments)
-        and _are_numbers_ordinary(arguments)
-        and (not arguments.is_fused or _are_followers_ordinary(input, arguments))
-    )
-
-
-def _fits(shape: torch.Size, arguments: Arguments) -> bool:
-    num_features, dims = arguments.num_features, arguments.dims
-    num_dims = len(shape)
-    return (
-        num_dims >= 2
-        and (dims is None or num_dims in dims)
+        and len(shape := input.shape) >= 2
+        and (dims is None or len(shape) in dims)
         and shape[1] > 0
         and (num_features is None or shape[1] == num_features)
+        and (counter is None or counter.dtype is torch.int64)
+        and (
+            counter is not None
+            if momentum is None
+            else type(momentum) is float and -math.inf < momentum < math.inf
+        )
+        and type(eps) is float
+        and 0 <= eps < math.inf
+        and ((residual is None and activation is None) or _are_followers_ordinary(input, arguments))
     )
-
-
-def _are_numbers_ordinary(arguments: Arguments) -> bool:
-    counter, momentum, eps = arguments[4:7]
-    if counter is not None and counter.dtype is not torch.int64:
-        return False
-    if momentum is None:
-        if counter is None:
-            return False
-    elif type(momentum) is not float or not math.isfinite(momentum):
-        return False
-    return type(eps) is float and 0 <= eps < math.inf
 
 
 def _are_vectors_ordinary(input: Tensor, arguments: Arguments) -> bool:

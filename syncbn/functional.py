@@ -154,13 +154,13 @@ def train(
         group = collectives.resolve_group(process_group)
     except (TypeError, ValueError) as error:
         raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
+    # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
+    # this one calls, and they would find a compiler.
+    if torch.compiler.is_compiling() and not _torch_private.is_exporting():
+        return compiled.train(input, arguments, group, layer)
     if tracing.is_recorded():
         output = exported.train(input, arguments, group, identity_of(layer))
         return activations.follow(output, arguments)
-    # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
-    # this one calls, and they would find a compiler.
-    if torch.compiler.is_compiling():
-        return compiled.train(input, arguments, group, layer)
     identity = identity_of(layer)
     if group is not None and process_group is not None:
         try:

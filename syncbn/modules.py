@@ -16,7 +16,6 @@ from syncbn import (
     collectives,
     errors,
     functional,
-    tracing,
 )
 from syncbn._torch_private import BatchNormBase
 from syncbn.arguments import Arguments
@@ -231,7 +230,7 @@ class SyncBatchNorm(BatchNormBase):
         """Do as :meth:`forward`, with an activation in the place of the layer's own."""
         layer: Layer = self._identity
         if torch.compiler.is_compiling():
-            if self.training and not self._fits_graph and not tracing.is_recorded():
+            if self.training and not self._fits_graph and not _torch_private.is_exporting():
                 return _run_uncompiled(  # type: ignore[no-any-return]
                     self, input, residual, activation, negative_slope
                 )

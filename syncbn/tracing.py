@@ -1,23 +1,21 @@
 """Detection of tracers and of recomputation."""
 
-import torch
-
 from syncbn import _torch_private
 
 __all__ = ["forward_direction", "is_recomputation", "is_recorded"]
 
 
 def is_recorded() -> bool:
-    """Whether a tracer other than torch.compile records this call.
+    """Whether a tracer records this call; not to be asked where torch.compile traces.
 
     That is torch.export, make_fx or AOTAutograd by itself, or a tool that is built on them, such as
     pipelines and quantization-aware training. The user of the graph may differentiate it.
     """
-    if torch.compiler.is_compiling():
-        return _torch_private.is_exporting()
-    if _torch_private.is_dispatch_key_included(_torch_private.PRE_DISPATCH):
-        return True
-    return _torch_private.num_dispatch_modes() > 0 and _torch_private.is_mode_recording()
+    return (
+        _torch_private.is_exporting()
+        or _torch_private.is_dispatch_key_included(_torch_private.PRE_DISPATCH)
+        or (_torch_private.num_dispatch_modes() > 0 and _torch_private.is_mode_recording())
+    )
 
 
 def is_recomputation() -> bool:

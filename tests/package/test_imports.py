@@ -90,6 +90,7 @@ MAY_IMPORT = {
         "tracing",
     },
     "functional": {
+        "_torch_private",
         "activations",
         "agreement",
         "arguments",
@@ -116,7 +117,6 @@ MAY_IMPORT = {
         "foreign_converters",
         "functional",
         "identity",
-        "tracing",
     },
     "block_tracer": {"_torch_private"},
     "fused": {"_torch_private", "activations", "block_tracer", "modules"},
