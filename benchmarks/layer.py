@@ -108,7 +108,7 @@ def make_layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
     """Return our layer, torch's that is not synchronized, and ours again."""
     channels = case.shape[1]
     dtype = parameter_dtype(case)
-    theirs = nn.BatchNorm1d if len(case.shape) == 2 else nn.BatchNorm2d
+    theirs = nn.BatchNorm2d if len(case.shape) == 4 else nn.BatchNorm1d
     return {
         "syncbn": syncbn.SyncBatchNorm(channels, device=device, dtype=dtype),
         "torch": theirs(channels, device=device, dtype=dtype),

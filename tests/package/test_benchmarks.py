@@ -12,8 +12,8 @@ from benchmarking import execute, found, read, run, select
 
 import syncbn
 from benchmarks import timer
-from benchmarks.cases import RESNET50, SUITES
-from benchmarks.layer import Setting, timed_rows
+from benchmarks.cases import RESNET50, SUITES, Case
+from benchmarks.layer import Setting, make_layers, timed_rows
 from benchmarks.nets import shapes_of_nets
 from benchmarks.timings import ALLOCATORS
 
@@ -142,6 +142,15 @@ def test_shapes_are_those_that_nets_have():
     assert set(nets["resnet50"]) < own
     smallest, largest = nets["resnet50"][0], nets["resnet50"][-1]
     assert smallest == min(own, key=math.prod) and math.prod(largest) == max(map(math.prod, own))
+
+
+def test_layers_take_every_shape_that_nets_have():
+    dims = {len(shape) for shapes in shapes_of_nets(7).values() for shape in shapes}
+    assert dims == {2, 3, 4}
+    for number in dims:
+        case = Case("net", (4, 3, 2, 5)[:number], "float32", "contiguous")
+        for layer in make_layers(case, torch.device("cpu")).values():
+            assert layer(torch.rand(case.shape)).shape == case.shape
 
 
 def test_rows_say_where_they_are_from(rows, results):
