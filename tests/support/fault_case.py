@@ -90,7 +90,7 @@ class Fault:
     @property
     def timeout(self) -> int:
         """Seconds, of the group."""
-        return WAITING_SECONDS if self.waits else 20
+        return WAITING_SECONDS if self.waits else 60  # by far more than compilers take
 
     def cases(self) -> list[tuple[str, int, str]]:
         """Return where, number of ranks and mode of each case."""
