@@ -63,8 +63,14 @@ def normalize(
         judge = exchange.judge_for(totals, group, record)
         return ops.batch_norm_apply(input, totals, *arguments.for_operators(), *judge, *following)
     except RuntimeError as error:
-        found = error if totals is not None else _in_words(error, input, arguments)
-        raise errors.of_pass(found, layer, group, record) from None
+        # Under no other name: a frame that holds an error of its own keeps its callers alive, and
+        # with them a checkpoint that failed, until a collection of garbage.
+        raise errors.of_pass(
+            error if totals is not None else _in_words(error, input, arguments),
+            layer,
+            group,
+            record,
+        ) from None
 
 
 def _in_words(error: Exception, input: Tensor, arguments: Arguments) -> Exception:

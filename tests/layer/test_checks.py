@@ -1,6 +1,8 @@
 """Bad input: each case has an error of the right type that names what was expected and came."""
 
+import gc
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -300,3 +302,44 @@ def test_failure_before_the_collective_fails_the_others_at_once():
         waiting, failed = ranks.outcomes(run_out_of_memory)
     assert "can't allocate memory" in failed.message
     assert "another rank of the process group withdrew" in waiting.message
+
+
+def refused(rank, world_size, what):
+    """Whether an error of a layer keeps the frames that it went through, and their tensors."""
+    layer = SyncBatchNorm(3)
+    if what == "check":
+        layer.eps = torch.nan
+    elif what == "operator":  # alone; in a group a check as well
+        layer.running_mean = torch.zeros(4)
+    elif rank == 0:  # another pass than rank 1
+        layer._name = "other"
+    references = []
+
+    def call():
+        x = torch.rand(4, 3, requires_grad=True)
+        references.append(weakref.ref(x))
+        layer(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        words = str(error)
+    finally:
+        gc.enable()
+    return words, references[0]() is None
+
+
+@pytest.mark.parametrize("what", ["check", "operator"])
+def test_error_keeps_no_frame_alive(what):
+    words, is_gone = refused(0, 1, what)
+    assert "expected" in words and is_gone
+
+
+@pytest.mark.parametrize("what", ["check", "operator", "pass"])
+def test_error_of_ranks_keeps_no_frame_alive(what):
+    with Ranks(2) as ranks:
+        for words, is_gone in ranks.run(refused, what):
+            assert "expected" in words or "different passes" in words
+            assert is_gone
