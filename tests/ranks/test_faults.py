@@ -139,6 +139,7 @@ def test_compiled_layers_train_in_a_new_group(tmp_path):
 
 
 def train_without_default_group(rank, world_size, path, wraps, mode):
+    dist.barrier()  # a rank that is still connecting would find its connections closed
     dist.destroy_process_group()
     warnings.filterwarnings("ignore", "a SyncBatchNorm layer runs uncompiled")
     group = make_by_hand(path, rank, world_size)
