@@ -7,6 +7,9 @@
 //                error; N or any spatial size may be 0.
 //   channel vectors (weight, bias, running_mean, running_var)
 //                shape [C], any stride, in the input's dtype, float32 or float64.
+//   mask         bool, the shape of input without its channels, contiguous; on CPUs alone. Places
+//                where it is false count in no sum, whatever stands there; outputs, dz and
+//                gradients are 0 there. None is true everywhere.
 //   statistics   (message, totals, mean, invstd, count, sums) are contiguous float64.
 //   tag, outlook, tag_sum
 //                what ranks announce to each other, see syncbn/agreement.py. With a tag, a message
@@ -24,7 +27,8 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   //            [2C+4] with a tag.
   // The sums are derived from a mean and a sum of squared deviations that are computed first, so
   // that the message is as accurate as float64 can carry it. An empty input gives zeros.
-  m.def("batch_norm_stats(Tensor input, float? tag=None, float outlook=0) -> Tensor message");
+  m.def("batch_norm_stats(Tensor input, float? tag=None, float outlook=0, "
+      "Tensor? mask=None) -> Tensor message");
 
   // Normalizes by the statistics of the whole group, and updates the running statistics.
   //   totals   the message summed over all ranks.
@@ -54,7 +58,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
       "float? momentum, float eps, float? tag_sum=None, Tensor(d!)? verdict=None, "
       "Tensor? residual=None, int activation=0, float negative_slope=0, "
-      "Tensor(e!)? constants=None) "
+      "Tensor(e!)? constants=None, Tensor? mask=None) "
       "-> (Tensor output, Tensor mean, Tensor invstd, Tensor count)");
 
   // This rank's part of the sums over the batch that backward needs.
@@ -68,7 +72,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   m.def(
       "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
       "ScalarType weight_dtype, ScalarType bias_dtype, float? tag=None, float outlook=0, "
-      "Tensor? constants=None, int activation=0, float negative_slope=0) "
+      "Tensor? constants=None, int activation=0, float negative_slope=0, Tensor? mask=None) "
       "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)");
 
   // The same where a residual has been added before an activation, whose gradient is dz; and, on
@@ -80,7 +84,8 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   m.def(
       "batch_norm_backward_reduce_dz(Tensor grad_output, Tensor input, Tensor mean, "
       "Tensor invstd, ScalarType weight_dtype, ScalarType bias_dtype, float? tag, float outlook, "
-      "Tensor? constants, int activation, float negative_slope, Tensor? residual, Tensor? output) "
+      "Tensor? constants, int activation, float negative_slope, Tensor? residual, Tensor? output, "
+      "Tensor? mask=None) "
       "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor dz)");
 
   // The gradient of the input.
@@ -96,7 +101,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   m.def(
       "batch_norm_backward_apply(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
       "Tensor? weight, Tensor sums, Tensor count, float? tag_sum=None, Tensor(a!)? verdict=None, "
-      "Tensor? constants=None, int activation=0, float negative_slope=0) "
+      "Tensor? constants=None, int activation=0, float negative_slope=0, Tensor? mask=None) "
       "-> Tensor grad_input");
 
   // batch_norm_stats and batch_norm_apply of a process that is alone: totals are its own message.
@@ -104,13 +109,13 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "batch_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
       "Tensor? residual=None, int activation=0, float negative_slope=0, "
-      "Tensor(d!)? constants=None) "
+      "Tensor(d!)? constants=None, Tensor? mask=None) "
       "-> (Tensor output, Tensor mean, Tensor invstd, Tensor count)");
 
   // batch_norm_backward_reduce and batch_norm_backward_apply of a process that is alone.
   m.def(
       "batch_norm_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
       "Tensor? weight, Tensor count, ScalarType weight_dtype, ScalarType bias_dtype, "
-      "Tensor? constants=None, int activation=0, float negative_slope=0) "
+      "Tensor? constants=None, int activation=0, float negative_slope=0, Tensor? mask=None) "
       "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
 }

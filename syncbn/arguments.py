@@ -26,7 +26,8 @@ class Arguments(NamedTuple):
     by one in training. ``num_features`` is the C that a layer was made for. ``residual``, of the
     input's shape and dtype, is added to the normalized input, then comes the ``activation``, a key
     of :data:`syncbn.activations.NUMBERS`. ``dims`` are the numbers of dimensions that a layer
-    takes; None for two or more.
+    takes; None for two or more. ``mask`` is false at places that do not count: as it was given, or,
+    once it has been checked, as :func:`syncbn.masks.as_places` makes it.
     """
 
     weight: Tensor | None
@@ -41,6 +42,7 @@ class Arguments(NamedTuple):
     activation: str | None = None
     negative_slope: float = 0.01
     dims: Sequence[int] | None = None
+    mask: Tensor | None = None
 
     @property
     def is_fused(self) -> bool:

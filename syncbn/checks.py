@@ -11,7 +11,7 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from syncbn import _extension, _torch_private, activations
+from syncbn import _extension, _torch_private, activations, masks
 from syncbn.arguments import Arguments
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -39,6 +39,7 @@ def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
     check_running(arguments)
     check_not_expanded(arguments)
     check_followers(input, arguments)
+    check_mask(input, arguments.mask)
     check_eps(arguments.eps)
     if arguments.momentum is not None or arguments.num_batches_tracked is None:
         check_momentum(arguments.momentum)
@@ -76,6 +77,7 @@ def check_evaluation(input: Tensor, arguments: Arguments) -> None:
     check_channel_vectors(input, arguments)
     check_running(arguments)
     check_followers(input, arguments)
+    check_mask(input, arguments.mask)
     check_eps(arguments.eps)
 
 
@@ -93,7 +95,7 @@ def _is_ordinary(input: Tensor, arguments: Arguments) -> bool:
 
     Every attribute of a tensor costs about as much as a line of Python, every call as much as two.
     """
-    *_, counter, momentum, eps, num_features, residual, activation, _, dims = arguments
+    *_, counter, momentum, eps, num_features, residual, activation, _, dims, mask = arguments
     return (
         isinstance(input, Tensor)
         and not input.is_nested
@@ -109,7 +111,10 @@ def _is_ordinary(input: Tensor, arguments: Arguments) -> bool:
         )
         and type(eps) is float
         and 0 <= eps < math.inf
-        and ((residual is None and activation is None) or _are_followers_ordinary(input, arguments))
+        and (
+            (residual is None and activation is None and mask is None)
+            or _are_others_ordinary(input, arguments)
+        )
     )
 
 
@@ -139,9 +144,10 @@ def _are_vectors_ordinary(input: Tensor, arguments: Arguments) -> bool:
     )
 
 
-def _are_followers_ordinary(input: Tensor, arguments: Arguments) -> bool:
+def _are_others_ordinary(input: Tensor, arguments: Arguments) -> bool:
     try:
         check_followers(input, arguments)
+        check_mask(input, arguments.mask)
     except (TypeError, ValueError):
         return False
     return True
@@ -291,6 +297,40 @@ def check_followers(input: Tensor, arguments: Arguments) -> None:
         raise ValueError(
             f"expected residual to be on {input.device}, the device of input, but got "
             f"{residual.device}"
+        )
+
+
+def check_mask(input: Tensor, mask: object) -> None:
+    """Check a mask against a checked input.
+
+    Raises:
+        TypeError: Not a tensor, not strided, or not bool.
+        ValueError: Not of the input's places, or not on its device.
+    """
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor):
+        raise TypeError(
+            f"expected mask to be a torch.Tensor or None, but got {type(mask).__name__}"
+        )
+    if mask.dtype is not torch.bool:
+        raise TypeError(
+            f"expected mask to have dtype bool, but got {_dtype_name(mask.dtype)}; compare it with "
+            "what is valid, as in mask > 0"
+        )
+    if mask.layout != torch.strided or mask.is_nested:
+        kind = "a nested tensor" if mask.is_nested else f"layout {mask.layout}"
+        raise TypeError(f"expected a dense mask, but got {kind}")
+    if not masks.broadcasts(mask, input):
+        places = list(input.shape[:1] + input.shape[2:])
+        with_one = [places[0], 1, *places[1:]]
+        raise ValueError(
+            f"expected mask to have shape {places} or {with_one}, one value for each place of "
+            f"input, or sizes of 1 there, but got {list(mask.shape)}"
+        )
+    if mask.device != input.device:
+        raise ValueError(
+            f"expected mask to be on {input.device}, the device of input, but got {mask.device}"
         )
 
 

@@ -20,6 +20,7 @@ from syncbn import (
     errors,
     exchange,
     layout,
+    masks,
     ops,
     passes,
     tracing,
@@ -50,10 +51,16 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
         )
         return failed
     identity = None if isinstance(layer, (Identity, str)) else layer._identity_tensor
+    mask = arguments.mask
+    if mask is not None:
+        mask = masks.as_places(mask, input)
+        if arguments.residual is not None:
+            arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
     output: Tensor = CompiledSyncBatchNormFunction.apply(
-        layout.as_dense(input), *arguments.for_operators(), group_name, identity
+        layout.as_dense(input), *arguments.for_operators(), group_name, identity, mask
     )
-    return activations.follow(output, arguments)
+    output = activations.follow(output, arguments)
+    return output if mask is None else masks.clear(output, mask)
 
 
 def _is_valid(input: Tensor, arguments: Arguments, *, alone: bool) -> bool:
@@ -74,8 +81,8 @@ def _fits_operator(input: object, arguments: Arguments) -> bool:
     if not isinstance(input, Tensor):
         return False
     momentum, eps, slope = arguments.momentum, arguments.eps, arguments.negative_slope
-    tensors = (*arguments.vectors, arguments.num_batches_tracked, arguments.residual)
-    for tensor in (input, *tensors):
+    counter, residual, mask = arguments.num_batches_tracked, arguments.residual, arguments.mask
+    for tensor in (input, *arguments.vectors, counter, residual, mask):
         if tensor is not None and not (
             isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
         ):
@@ -107,12 +114,15 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         eps: float,
         group_name: str | None,
         identity: Tensor | None,
+        mask: Tensor | None,
     ) -> Tensor:
         """Return the normalized input; arguments as :func:`syncbn.functional.train`."""
         # A new tensor for each call: the compiler merges calls with equal arguments, such as two
         # layers on one input, and ranks that run uncompiled would wait for the second.
         call = torch.empty(0)
-        totals: Tensor = torch.ops.syncbn.compiled_stats.default(input, group_name, call, identity)
+        totals: Tensor = torch.ops.syncbn.compiled_stats.default(
+            input, group_name, call, identity, mask
+        )
         totals = _sum_over_ranks(totals, group_name, "forward", identity)
         mean, invstd, count = torch.ops.syncbn.compiled_update.default(
             totals,
@@ -133,7 +143,9 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             shift = shift + bias
         center, scale, shift = _per_channel(dtype, input, mean, scale, shift)
         output = (layout.cast(input, dtype) - center) * scale + shift
-        ctx.save_for_backward(input, weight, mean, invstd, count, identity)
+        if mask is not None:  # a NaN there must not reach the derivative of what follows
+            output = masks.clear(output, mask)
+        ctx.save_for_backward(input, weight, mean, invstd, count, identity, mask)
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.group_name = group_name
         return layout.cast(output, input.dtype)
@@ -141,7 +153,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
-        input, weight, mean, invstd, count, identity = ctx.saved_tensors
+        input, weight, mean, invstd, count, identity, mask = ctx.saved_tensors
         sums, grad_weight, grad_bias = torch.ops.syncbn.compiled_backward_reduce.default(
             grad_output,
             input,
@@ -151,6 +163,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             ctx.bias_dtype or torch.float64,
             ctx.group_name,
             identity,
+            mask,
         )
         sums = _sum_over_ranks(sums, ctx.group_name, "backward", identity)[: 2 * mean.size(0)]
         grad_input: Tensor | None = None
@@ -164,11 +177,13 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             deviation = layout.cast(input, dtype) - center
             grad_input = layout.cast(grad_output, dtype) * scale + (deviation * slope + shift)
             grad_input = layout.cast(grad_input, input.dtype)
+            if mask is not None:
+                grad_input = masks.clear(grad_input, mask)
         return (
             grad_input,
             None if weight is None else grad_weight,
             None if ctx.bias_dtype is None else grad_bias,
-            *(None,) * 7,
+            *(None,) * 8,
         )
 
 
@@ -202,7 +217,7 @@ _library.define(
     "compiled_check(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
     "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
     "SymInt? num_features, Tensor? residual, str? activation, float negative_slope, int[]? dims, "
-    "str? group_name, str layer_name) -> Tensor"
+    "Tensor? mask, str? group_name, str layer_name) -> Tensor"
 )
 
 
@@ -224,31 +239,40 @@ def _(input: Tensor, *values: Any) -> Tensor:
 
 
 def _no_gradients(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
-    return (None,) * 15  # never runs, but the compiler traces it
+    return (None,) * 16  # never runs, but the compiler traces it
 
 
 torch.library.register_autograd("syncbn::compiled_check", _no_gradients)
 
 
 _library.define(
-    "compiled_stats(Tensor input, str? group_name, Tensor call, Tensor? identity=None) -> Tensor",
+    "compiled_stats(Tensor input, str? group_name, Tensor call, Tensor? identity=None, "
+    "Tensor? mask=None) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
 @torch.library.impl(_library, "compiled_stats", "CompositeExplicitAutograd")
 def _(
-    input: Tensor, group_name: str | None, call: Tensor, identity: Tensor | None = None
+    input: Tensor,
+    group_name: str | None,
+    call: Tensor,
+    identity: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     layer = identity_from(identity)
     group = exchange.group_named(group_name, layer)
-    _, message, _ = exchange.start_forward(input, group, layer)
+    _, message, _ = exchange.start_forward(input, group, layer, mask=mask)
     return message
 
 
 @torch.library.register_fake("syncbn::compiled_stats")
 def _(
-    input: Tensor, group_name: str | None, call: Tensor, identity: Tensor | None = None
+    input: Tensor,
+    group_name: str | None,
+    call: Tensor,
+    identity: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
     return ops.batch_norm_stats(input, None if group_name is None else 0.0)
 
@@ -328,7 +352,8 @@ def _(totals: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 _library.define(
     "compiled_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-    "ScalarType weight_dtype, ScalarType bias_dtype, str? group_name=None, Tensor? identity=None) "
+    "ScalarType weight_dtype, ScalarType bias_dtype, str? group_name=None, Tensor? identity=None, "
+    "Tensor? mask=None) "
     "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
     tags=(torch.Tag.flexible_layout,),
 )
@@ -344,6 +369,7 @@ def _(
     bias_dtype: torch.dtype,
     group_name: str | None = None,
     identity: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layer = identity_from(identity)
     _, sums, grad_weight, grad_bias, _ = exchange.start_backward(
@@ -355,6 +381,7 @@ def _(
         bias_dtype,
         exchange.group_named(group_name, layer),
         layer,
+        mask=mask,
     )
     return sums, grad_weight, grad_bias
 
@@ -369,6 +396,7 @@ def _(
     bias_dtype: torch.dtype,
     group_name: str | None = None,
     identity: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     tag = None if group_name is None else 0.0
     return ops.batch_norm_backward_reduce(

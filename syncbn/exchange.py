@@ -10,6 +10,7 @@ from syncbn import (
     collectives,
     errors,
     layout,
+    masks,
     ops,
     reports,
     tracing,
@@ -60,6 +61,7 @@ def sum_statistics(
     group: ProcessGroup | None,
     layer: Identity,
     arguments: Arguments | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Record | None]:
     """Return the input, dense, its message summed, and the record of the pass in the group.
 
@@ -67,7 +69,7 @@ def sum_statistics(
         TypeError, ValueError, NotImplementedError, RuntimeError: As :func:`start_forward` and
             :func:`sum_over_ranks`.
     """
-    dense, message, record = start_forward(input, group, layer, arguments)
+    dense, message, record = start_forward(input, group, layer, arguments, mask)
     return dense, sum_over_ranks(message, group, record), record
 
 
@@ -76,10 +78,12 @@ def start_forward(
     group: ProcessGroup | None,
     layer: Identity,
     arguments: Arguments | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Record | None]:
     """Return the input, dense, its message of :func:`syncbn.ops.batch_norm_stats`, and the record.
 
     A rank that fails a check of ``arguments``, if they are given, or runs out of memory withdraws.
+    ``mask`` is that of :func:`syncbn.masks.as_places`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As :func:`check`; another rank's message has
@@ -91,11 +95,11 @@ def start_forward(
             checks.check_training(input, arguments, alone=group is None)
         dense = layout.as_dense(input)
         if group is None:
-            return dense, ops.batch_norm_stats(dense), None
+            return dense, ops.batch_norm_stats(dense, mask=mask), None
         if dense.is_cuda:
             _look_back(group, dense.device)
         record = history_of(group).record(layer, tracing.forward_direction())
-        message = ops.batch_norm_stats(dense, record.tag, record.outlook)
+        message = ops.batch_norm_stats(dense, record.tag, record.outlook, mask=mask)
     except Exception as error:
         raise withdrawals.from_pass(error, group, layer, input, arguments) from None
     _check_join(group, layer)
@@ -113,6 +117,7 @@ def start_backward(
     group: ProcessGroup | None,
     layer: Identity,
     through: Through | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Record | None]:
     """Return grad_output, dense; the results of batch_norm_backward_reduce; and the record.
 
@@ -132,12 +137,14 @@ def start_backward(
         announcement = (None, 0.0) if record is None else (record.tag, record.outlook)
         operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, *announcement)
         if through is None:
-            sums, *gradients = ops.batch_norm_backward_reduce(*operands)
+            sums, *gradients = ops.batch_norm_backward_reduce(*operands, mask=mask)
         elif not through.is_stored(input):
-            sums, *gradients = ops.batch_norm_backward_reduce(*operands, *through.for_operators())
+            sums, *gradients = ops.batch_norm_backward_reduce(
+                *operands, *through.for_operators(), mask=mask
+            )
         else:
             sums, *gradients, grad_output = ops.batch_norm_backward_reduce_dz(
-                *operands, *through.for_operators(), through.residual, through.output
+                *operands, *through.for_operators(), through.residual, through.output, mask=mask
             )
     except Exception as error:
         raise withdrawals.from_pass(error, group, layer, input, None) from None
@@ -342,13 +349,19 @@ def _look_back(group: ProcessGroup, device: torch.device) -> None:
     )
 
 
-def check(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity) -> None:
+def check(
+    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity
+) -> Tensor | None:
     """Make the checks of a training pass; a rank that fails one withdraws.
+
+    Returns:
+        The mask, if there is one, as operators take it.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As :func:`syncbn.checks.check_training`.
     """
     try:
         checks.check_training(input, arguments, alone=group is None)
+        return None if arguments.mask is None else masks.as_places(arguments.mask, input)
     except Exception as error:
         raise withdrawals.from_pass(error, group, layer, input, arguments) from None

@@ -8,7 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import collectives, errors, exchange, layout, local, passes, tracing
+from syncbn import (
+    activations,
+    collectives,
+    errors,
+    exchange,
+    layout,
+    local,
+    masks,
+    passes,
+    tracing,
+)
 from syncbn import compiled as compiled  # registers compiled_update
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
@@ -20,8 +30,11 @@ __all__ = ["train"]
 def train(
     input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity
 ) -> Tensor:
-    """As :func:`syncbn.functional.train`: alone torch's own operator, in a group one of ours."""
-    exchange.check(input, arguments, group, layer)
+    """As :func:`syncbn.functional.train`: alone torch's own operator, in a group one of ours.
+
+    Also alone one of ours with a mask, which torch's does not take.
+    """
+    mask = exchange.check(input, arguments, group, layer)
     if not torch.compiler.is_compiling() and tracing.is_recomputation():
         # The recomputed pass has been recorded with its update; this update goes nowhere.
         arguments = arguments._replace(
@@ -29,23 +42,27 @@ def train(
             running_var=_copy(arguments.running_var),
             num_batches_tracked=_copy(arguments.num_batches_tracked),
         )
-    if group is None:
-        return local.train(input, arguments)
-    if not collectives.name_of(group):
+    if group is None and mask is None:
+        return activations.follow(local.train(input, arguments), arguments)
+    if group is not None and not collectives.name_of(group):
         words = (
             "expected a process group with a name, which the recorded graph would hold; make it "
             "with torch.distributed.new_group"
         )
         raise errors.with_layer_and_rank(ValueError(words), layer, group)
+    group_name = None if group is None else group.group_name
     weight, bias, *running, momentum, eps = arguments.for_operators()
     output: Tensor
     output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
-        input, weight, bias, eps, group.group_name, layer.name
+        input, weight, bias, eps, group_name, layer.name, mask
     )
     torch.ops.syncbn.compiled_update.default(
-        totals.detach(), *running, momentum, eps, input.dtype, group.group_name
+        totals.detach(), *running, momentum, eps, input.dtype, group_name
     )
-    return output
+    if mask is not None and arguments.residual is not None:
+        arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
+    output = activations.follow(output, arguments)
+    return output if mask is None else masks.clear(output, mask)
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
@@ -54,8 +71,8 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 _library = torch.library.Library("syncbn", "FRAGMENT")
 _library.define(
-    "exported_batch_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, str group_name, "
-    "str layer_name='')"
+    "exported_batch_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, str? group_name, "
+    "str layer_name='', Tensor? mask=None)"
     " -> (Tensor output, Tensor totals, Tensor mean, Tensor invstd, Tensor count)"
 )
 
@@ -66,16 +83,17 @@ def _(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    group_name: str,
+    group_name: str | None,
     layer_name: str = "",
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layer = identity_named(layer_name)
     group = exchange.group_named(group_name, layer)
-    dense, totals, record = exchange.sum_statistics(input, group, layer)
-    arguments = Arguments(weight, bias, None, None, None, 0.0, eps)
+    dense, totals, record = exchange.sum_statistics(input, group, layer, mask=mask)
+    arguments = Arguments(weight, bias, None, None, None, 0.0, eps, mask=mask)
     output, *statistics = passes.normalize(dense, totals, arguments, group, layer, record)
     mean, invstd, count = statistics
-    return output, totals[:-3].clone(), mean, invstd, count
+    return output, totals[: 2 * input.size(1) + 1].clone(), mean, invstd, count
 
 
 @torch.library.register_fake("syncbn::exported_batch_norm")
@@ -84,8 +102,9 @@ def _(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    group_name: str,
+    group_name: str | None,
     layer_name: str = "",
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels = input.size(1)
     output = torch.empty_like(layout.as_dense(input))
@@ -95,14 +114,14 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, weight, bias, ctx.eps, ctx.group_name, ctx.layer_name = inputs
+    input, weight, bias, ctx.eps, ctx.group_name, ctx.layer_name, mask = inputs
     _, _, *statistics = output
-    ctx.save_for_backward(input, weight, *statistics)
+    ctx.save_for_backward(input, weight, *statistics, mask)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    input, *others = ctx.saved_tensors
+    input, *others, mask = ctx.saved_tensors
     layer = identity_named(ctx.layer_name)
     gradients = passes.backward(
         grad_output,
@@ -112,8 +131,9 @@ def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None,
         exchange.group_named(ctx.group_name, layer),
         layer,
         ctx.needs_input_grad[0],
+        mask=mask,
     )
-    return *gradients[:3], None, None, None
+    return *gradients[:3], None, None, None, None
 
 
 torch.library.register_autograd("syncbn::exported_batch_norm", _backward, setup_context=_save)

@@ -19,7 +19,9 @@ from syncbn import (
     exported,
     layout,
     local,
+    masks,
     passes,
+    reference,
     tracing,
 )
 from syncbn.activations import Through
@@ -47,6 +49,7 @@ def sync_batch_norm(
     residual: Tensor | None = None,
     activation: str | None = None,
     negative_slope: float = 0.01,
+    mask: Tensor | None = None,
 ) -> Tensor:
     r"""Apply batch normalization with the statistics of the whole batch of a process group.
 
@@ -60,6 +63,9 @@ def sync_batch_norm(
     A residual and an activation, if given, follow in the same passes over memory:
     ``activation(y + residual)``. Not so in evaluation and in graphs, where they are torch's own
     operators, which compilers fuse.
+
+    Where a mask is false, what stands in input and residual, NaN as well, changes no statistics and
+    no other output; the output is 0 there, and so are the gradients of input and residual.
 
     Args:
         input: Shape (N, C, ...), 2 or more dimensions, any strides; float16, bfloat16, float32 or
@@ -77,6 +83,8 @@ def sync_batch_norm(
         residual: Shape and dtype of ``input``, any strides.
         activation: None, "relu", "leaky_relu" or "silu".
         negative_slope: Of leaky ReLU, without a unit; not negative.
+        mask: bool, shape (N, ...) or (N, 1, ...), the places of ``input``, or with sizes of 1 that
+            are broadcast. Ranks may differ in whether they give one.
 
     Returns:
         Shape, dtype and memory format of ``input``. The gradients of weight and bias are sums
@@ -113,6 +121,7 @@ def sync_batch_norm(
         residual,
         activation,
         negative_slope,
+        mask=mask,
     )
     if not training:
         if running_mean is None and running_var is None:
@@ -129,13 +138,35 @@ def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> T
     """
     # Symbolic tracing has no values to check; torch.jit.trace would warn of each that is looked at.
     if isinstance(input, torch.fx.Proxy) or is_tracing():
+        if arguments.mask is not None:
+            return evaluate_masked(input, arguments)
         output = local.batch_norm(input, arguments, training=arguments.running_mean is None)
         return activations.follow(output, arguments)
     try:
         checks.check_evaluation(input, arguments)
     except (TypeError, ValueError) as error:
         raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
+    if arguments.mask is not None:
+        return evaluate_masked(input, arguments)
     return activations.follow(local.evaluate(input, arguments), arguments)
+
+
+def evaluate_masked(input: Tensor, arguments: Arguments) -> Tensor:
+    """Do as :func:`evaluate`, with a mask among the arguments, which have been checked."""
+    assert arguments.mask is not None
+    mask, residual = masks.as_places(arguments.mask, input), arguments.residual
+    if residual is not None:
+        arguments = arguments._replace(residual=masks.clear(residual, mask))
+    if arguments.running_mean is None:  # torch's operator would count all places
+        weight, bias, *_ = arguments
+        output = reference.batch_norm(input, weight, bias, arguments.eps, mask=mask)
+        output = layout.cast(output, input.dtype)
+    else:
+        output = local.evaluate(masks.clear(input, mask), arguments)
+    return masks.clear(activations.follow(output, arguments), mask)
+
+
+torch.fx.wrap("evaluate_masked")  # it looks at shapes, which symbolic tracing does not know
 
 
 def train(
@@ -159,8 +190,7 @@ def train(
     if torch.compiler.is_compiling() and not _torch_private.is_exporting():
         return compiled.train(input, arguments, group, layer)
     if tracing.is_recorded():
-        output = exported.train(input, arguments, group, identity_of(layer))
-        return activations.follow(output, arguments)
+        return exported.train(input, arguments, group, identity_of(layer))
     identity = identity_of(layer)
     if group is not None and process_group is not None:
         try:
@@ -169,10 +199,14 @@ def train(
             raise errors.with_layer_and_rank(error, identity, group) from None
     totals: Tensor | None = None
     record: Record | None = None
+    mask = arguments.mask
+    if mask is not None:
+        mask = exchange.check(input, arguments, group, identity)
+        arguments = arguments._replace(mask=mask)
     if group is None and observe is None:
         dense = passes.enter_alone(input, arguments, identity)
     else:
-        dense, totals, record = exchange.sum_statistics(input, group, identity, arguments)
+        dense, totals, record = exchange.sum_statistics(input, group, identity, arguments, mask)
         if observe is not None:
             observe(exchange.judge_now(totals, group, record))
     weight, bias, *_ = arguments
@@ -234,7 +268,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         # Never the running statistics or, but for SiLU's higher derivatives, the bias: they may
         # change before backward (a network that runs twice, an optimizer step), and nothing here
         # needs their old values.
-        saved = (input, weight, mean, invstd, count)
+        saved = (input, weight, mean, invstd, count, arguments.mask)
         if activation is None:
             ctx.save_for_backward(*saved)
         elif activation == "silu":
@@ -260,9 +294,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight, bias and residual."""
         saved = ctx.saved_tensors
-        through = None
+        mask, through = saved[5], None
         if ctx.activation is not None:
-            through = Through(ctx.activation, ctx.negative_slope, *saved[5:])
+            through = Through(ctx.activation, ctx.negative_slope, *saved[6:])
         gradients = passes.backward(
             grad_output,
             saved[:5],
@@ -272,7 +306,10 @@ class SyncBatchNormFunction(torch.autograd.Function):
             ctx.layer,
             ctx.needs_input_grad[0],
             through,
+            mask,
         )
         if not ctx.needs_input_grad[3]:
             gradients = (*gradients[:3], None)
+        elif mask is not None and through is None:
+            gradients = (*gradients[:3], masks.clear(grad_output, mask))
         return *gradients, None, None, None, None, None

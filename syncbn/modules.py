@@ -16,6 +16,7 @@ from syncbn import (
     collectives,
     errors,
     functional,
+    masks,
 )
 from syncbn._torch_private import BatchNormBase
 from syncbn.arguments import Arguments
@@ -73,6 +74,9 @@ class SyncBatchNorm(BatchNormBase):
     rank: one all-reduce of 2C+4 float64 values forward, and one backward. Evaluation never
     communicates. A rank may have an empty batch; if all have, nothing is updated. A channel with
     a NaN or infinity in it comes out as NaN and leaves its running statistics as they were.
+
+    ``layer(x, mask=mask)`` leaves out the places where a bool mask of shape (N, ...) or (N, 1, ...)
+    is false, such as padding: they count in no statistics, and output and gradient are 0 there.
 
     Args:
         num_features: C, the size of dimension 1 of the input.
@@ -211,14 +215,17 @@ class SyncBatchNorm(BatchNormBase):
             return text
         return text + activations.describe(self.activation, self.negative_slope)
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Normalize ``input``, add ``residual`` and apply the activation; see the class."""
         if isinstance(input, torch.fx.Proxy):
             operands = (input,) if residual is None else (input, residual)
-            recorded = record_call(self, SyncBatchNorm.forward, *operands)
+            masked = {} if mask is None else {"mask": mask}
+            recorded = record_call(self, SyncBatchNorm.forward, *operands, **masked)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
-        return self.forward_through(input, residual, self.activation, self.negative_slope)
+        return self.forward_through(input, residual, self.activation, self.negative_slope, mask)
 
     def forward_through(
         self,
@@ -226,13 +233,14 @@ class SyncBatchNorm(BatchNormBase):
         residual: Tensor | None,
         activation: str | None,
         negative_slope: float,
+        mask: Tensor | None = None,
     ) -> Tensor:
         """Do as :meth:`forward`, with an activation in the place of the layer's own."""
         layer: Layer = self._identity
         if torch.compiler.is_compiling():
             if self.training and not self._fits_graph and not _torch_private.is_exporting():
                 return _run_uncompiled(  # type: ignore[no-any-return]
-                    self, input, residual, activation, negative_slope
+                    self, input, residual, activation, negative_slope, mask
                 )
             layer = self
         if isinstance(input, torch.fx.Proxy):
@@ -256,6 +264,7 @@ class SyncBatchNorm(BatchNormBase):
             activation,
             negative_slope,
             self._dims,
+            mask,
         )
         if not self.training:
             return functional.evaluate(input, arguments, layer)
@@ -385,13 +394,16 @@ class PlainSyncBatchNorm(SyncBatchNorm):
 
     _takes_activation = False
 
-    def forward(self, input: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, input: Tensor, *, mask: Tensor | None = None
+    ) -> Tensor:
         """Normalize ``input``."""
         if isinstance(input, torch.fx.Proxy):
-            recorded = record_call(self, PlainSyncBatchNorm.forward, input)
+            masked = {} if mask is None else {"mask": mask}
+            recorded = record_call(self, PlainSyncBatchNorm.forward, input, **masked)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
-        return self.forward_through(input, None, None, 0.0)
+        return self.forward_through(input, None, None, 0.0, mask)
 
 
 class SyncBatchNormAct(SyncBatchNorm):
@@ -400,18 +412,22 @@ class SyncBatchNormAct(SyncBatchNorm):
     drop: nn.Module
     act: nn.Module
 
-    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Normalize, drop, activate: in one, where ``drop`` does nothing and ``act`` is known."""
         if isinstance(input, torch.fx.Proxy):
             operands = (input,) if residual is None else (input, residual)
-            recorded = record_call(self, SyncBatchNormAct.forward, *operands)
+            masked = {} if mask is None else {"mask": mask}
+            recorded = record_call(self, SyncBatchNormAct.forward, *operands, **masked)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
         fused = self.fused_activation()
         if fused is not None:
-            return self.forward_through(input, residual, *fused)
-        output: Tensor = self.act(self.drop(super().forward(input, residual)))
-        return output
+            return self.forward_through(input, residual, *fused, mask)
+        output: Tensor = self.act(self.drop(super().forward(input, residual, mask=mask)))
+        # An activation need not leave zeros alone.
+        return output if mask is None else masks.clear(output, masks.as_places(mask, output))
 
     def fused_activation(self) -> tuple[str, float] | None:
         """Return the activation and slope that ``act`` is for the layer; None if it runs itself."""

@@ -1,12 +1,14 @@
 """The operators as typed Python calls, and their fake kernels.
 
-csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula.
+csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula. A ``mask``
+is that of :func:`syncbn.masks.as_places`: operators take one on CPUs; elsewhere masked places are
+filled before sums and set to zero behind outputs.
 """
 
 import torch
 from torch import Tensor
 
-from syncbn import _extension as _extension  # registers the operators
+from syncbn import _extension, masks  # registers the operators
 
 __all__ = [
     "PassesDifferError",
@@ -57,15 +59,27 @@ def _in_its_class(error: RuntimeError) -> RuntimeError:
     return error
 
 
-def batch_norm_stats(input: Tensor, tag: float | None = None, outlook: float = 0.0) -> Tensor:
+def _as_keyword(mask: Tensor, input: Tensor) -> dict[str, Tensor]:
+    """Return the mask for an operator; nothing where the operators take none."""
+    return {"mask": mask} if input.is_cpu and "cpu" in _extension.device_types else {}
+
+
+def batch_norm_stats(
+    input: Tensor, tag: float | None = None, outlook: float = 0.0, *, mask: Tensor | None = None
+) -> Tensor:
     """Compute this rank's message: sum of x, sum of x² and number of values, float64 [2C+1].
 
     With a tag [2C+4], ending with tag, outlook and its square.
     """
+    masked, filling = {} if mask is None else _as_keyword(mask, input), None
+    if mask is not None and not masked:
+        input, filling = masks.fill(input, mask)
     try:
-        message: Tensor = _batch_norm_stats(input, tag, outlook)
+        message: Tensor = _batch_norm_stats(input, tag, outlook, **masked)
     except RuntimeError as error:
         raise _in_its_class(error) from None
+    if mask is not None and filling is not None:
+        masks.take_out_(message, filling, mask)
     return message
 
 
@@ -82,12 +96,14 @@ def batch_norm_apply(
     tag_sum: float | None = None,
     verdict: Tensor | None = None,
     *fused: Fused,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize, and update the running statistics: output, mean [C], invstd [C], count [1].
 
     ``num_batches_tracked`` may have any dtype here. ``fused`` are residual, activation,
     negative_slope and constants, which are written.
     """
+    masked = {} if mask is None else _as_keyword(mask, input)
     counter = _as_int64(num_batches_tracked)
     try:
         results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_apply(
@@ -103,10 +119,13 @@ def batch_norm_apply(
             tag_sum,
             verdict,
             *fused,
+            **masked,
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
     _copy_back(counter, num_batches_tracked)
+    if mask is not None and not masked:
+        masks.clear_(results[0], mask)
     return results
 
 
@@ -120,12 +139,19 @@ def batch_norm_forward(
     momentum: float | None,
     eps: float,
     *fused: Fused,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute what :func:`batch_norm_apply` does, by the statistics of this process's input."""
+    masked = {} if mask is None else _as_keyword(mask, input)
+    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    if mask is not None and not masked:
+        totals = batch_norm_stats(input, mask=mask)
+        judge = (None, None)
+        return batch_norm_apply(input, totals, *vectors, momentum, eps, *judge, *fused, mask=mask)
     counter = _as_int64(num_batches_tracked)
     try:
         results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_forward(
-            input, weight, bias, running_mean, running_var, counter, momentum, eps, *fused
+            input, *vectors[:4], counter, momentum, eps, *fused, **masked
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
@@ -155,6 +181,7 @@ def batch_norm_backward_reduce(
     tag: float | None = None,
     outlook: float = 0.0,
     *fused: Fused,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's sums of dz and dz·xhat, float64 [2C], and grad_weight, grad_bias [C].
 
@@ -162,9 +189,14 @@ def batch_norm_backward_reduce(
     activation and negative_slope. With a tag the sums are [2C+4], ending with 0, tag, outlook and
     its square.
     """
+    masked = {} if mask is None else _as_keyword(mask, input)
+    if mask is not None and not masked:
+        # dz is 0 where dy is, and times 0 the deviation of what has been filled.
+        grad_output, (input, _) = masks.clear(grad_output, mask), masks.fill(input, mask)
+    operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook)
     try:
         results: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook, *fused
+            *operands, *fused, **masked
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
@@ -181,14 +213,23 @@ def batch_norm_backward_reduce_dz(
     tag: float | None,
     outlook: float,
     *fused: Fused,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute what :func:`batch_norm_backward_reduce` does, and store dz.
 
     ``fused`` are constants, activation, negative_slope, residual and output.
     """
+    masked = {} if mask is None else _as_keyword(mask, input)
+    if mask is not None and not masked:
+        grad_output, (input, _) = masks.clear(grad_output, mask), masks.fill(input, mask)
+        *source, residual, output = fused
+        if isinstance(residual, Tensor):  # an output has zeros there
+            residual = masks.clear(residual, mask)
+        fused = (*source, residual, output)
+    operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook)
     try:
         results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_backward_reduce_dz(
-            grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook, *fused
+            *operands, *fused, **masked
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
@@ -206,17 +247,20 @@ def batch_norm_backward_apply(
     tag_sum: float | None = None,
     verdict: Tensor | None = None,
     *fused: Fused,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Compute the gradient of the input from the sums of the whole group.
 
     ``fused`` are constants, activation and negative_slope.
     """
+    masked = {} if mask is None else _as_keyword(mask, input)
+    operands = (grad_output, input, mean, invstd, weight, sums, count, tag_sum, verdict)
     try:
-        grad_input: Tensor = _batch_norm_backward_apply(
-            grad_output, input, mean, invstd, weight, sums, count, tag_sum, verdict, *fused
-        )
+        grad_input: Tensor = _batch_norm_backward_apply(*operands, *fused, **masked)
     except RuntimeError as error:
         raise _in_its_class(error) from None
+    if mask is not None and not masked:
+        masks.clear_(grad_input, mask)
     return grad_input
 
 
@@ -230,14 +274,25 @@ def batch_norm_backward(
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
     *fused: Fused,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of input, weight and bias of a process that is alone.
 
     ``fused`` are constants, activation and negative_slope.
     """
+    masked = {} if mask is None else _as_keyword(mask, input)
+    saved, dtypes = (mean, invstd), (weight_dtype, bias_dtype)
+    if mask is not None and not masked:
+        sums, grad_weight, grad_bias = batch_norm_backward_reduce(
+            grad_output, input, *saved, *dtypes, None, 0.0, *fused, mask=mask
+        )
+        grad_input = batch_norm_backward_apply(
+            grad_output, input, *saved, weight, sums, count, None, None, *fused, mask=mask
+        )
+        return grad_input, grad_weight, grad_bias
     try:
         gradients: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward(
-            grad_output, input, mean, invstd, weight, count, weight_dtype, bias_dtype, *fused
+            grad_output, input, *saved, weight, count, *dtypes, *fused, **masked
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
@@ -259,7 +314,10 @@ def _check_one_device(*tensors: Tensor | None) -> None:
 
 
 @torch.library.register_fake("syncbn::batch_norm_stats")
-def _(input: Tensor, tag: float | None = None, outlook: float = 0.0) -> Tensor:
+def _(
+    input: Tensor, tag: float | None = None, outlook: float = 0.0, mask: Tensor | None = None
+) -> Tensor:
+    _check_one_device(input, mask)
     size = 2 * input.size(1) + (1 if tag is None else 4)
     return input.new_empty(size, dtype=torch.float64)
 
@@ -281,9 +339,10 @@ def _(
     activation: int = 0,
     negative_slope: float = 0.0,
     constants: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    _check_one_device(input, totals, *vectors, residual, constants)
+    _check_one_device(input, totals, *vectors, residual, constants, mask)
     channels = input.size(1)
     return (
         torch.empty_like(input),
@@ -306,8 +365,9 @@ def _(
     constants: Tensor | None = None,
     activation: int = 0,
     negative_slope: float = 0.0,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_one_device(grad_output, input, mean, invstd, constants)
+    _check_one_device(grad_output, input, mean, invstd, constants, mask)
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels + (0 if tag is None else 4)),
@@ -331,8 +391,9 @@ def _(
     negative_slope: float,
     residual: Tensor | None,
     output: Tensor | None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_one_device(grad_output, input, mean, invstd, constants, residual, output)
+    _check_one_device(grad_output, input, mean, invstd, constants, residual, output, mask)
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels + (0 if tag is None else 4)),
@@ -356,8 +417,9 @@ def _(
     constants: Tensor | None = None,
     activation: int = 0,
     negative_slope: float = 0.0,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    _check_one_device(grad_output, input, mean, invstd, weight, sums, count, constants)
+    _check_one_device(grad_output, input, mean, invstd, weight, sums, count, constants, mask)
     return torch.empty_like(input)
 
 
@@ -375,9 +437,10 @@ def _(
     activation: int = 0,
     negative_slope: float = 0.0,
     constants: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    _check_one_device(input, *vectors, residual, constants)
+    _check_one_device(input, *vectors, residual, constants, mask)
     mean, invstd = (input.new_empty(input.size(1), dtype=torch.float64) for _ in range(2))
     return torch.empty_like(input), mean, invstd, input.new_empty(1, dtype=torch.float64)
 
@@ -395,8 +458,9 @@ def _(
     constants: Tensor | None = None,
     activation: int = 0,
     negative_slope: float = 0.0,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_one_device(grad_output, input, mean, invstd, weight, count, constants)
+    _check_one_device(grad_output, input, mean, invstd, weight, count, constants, mask)
     grad_weight, grad_bias = (
         input.new_empty(input.size(1), dtype=dtype) for dtype in (weight_dtype, bias_dtype)
     )

@@ -7,7 +7,7 @@ tracer recorded. A graph of torch.compile is in :mod:`syncbn.compiled`.
 import torch
 from torch import Tensor
 
-from syncbn import activations, checks, errors, exchange, layout, ops, reference, tracing
+from syncbn import activations, checks, errors, exchange, layout, masks, ops, reference, tracing
 from syncbn.activations import NUMBERS, Through
 from syncbn.agreement import Record
 from syncbn.arguments import Arguments
@@ -44,7 +44,8 @@ def normalize(
 
     ``totals`` are the sums over the group, or None for the statistics of this process, whose
     vectors are not checked yet. The residual of ``arguments``, if there is one, is dense as the
-    input is. A recomputation leaves the running statistics alone.
+    input is, and the mask is that of :func:`syncbn.masks.as_places`. A recomputation leaves the
+    running statistics alone.
 
     Raises:
         TypeError, ValueError: As :func:`syncbn.checks.check_training`.
@@ -57,11 +58,12 @@ def normalize(
     if arguments.is_fused:
         slope = float(arguments.negative_slope)
         following = (arguments.residual, NUMBERS[arguments.activation], slope, constants)
+    operands, mask = (*arguments.for_operators(),), arguments.mask
     try:
         if totals is None:
-            return ops.batch_norm_forward(input, *arguments.for_operators(), *following)
+            return ops.batch_norm_forward(input, *operands, *following, mask=mask)
         judge = exchange.judge_for(totals, group, record)
-        return ops.batch_norm_apply(input, totals, *arguments.for_operators(), *judge, *following)
+        return ops.batch_norm_apply(input, totals, *operands, *judge, *following, mask=mask)
     except RuntimeError as error:
         # Under no other name: a frame that holds an error of its own keeps its callers alive, and
         # with them a checkpoint that failed, until a collection of garbage.
@@ -91,23 +93,27 @@ def backward(
     layer: Identity,
     needs_grad_input: bool,
     through: Through | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of input, weight and bias, None for what is None or not needed.
 
-    And, last, that of a residual. ``saved`` is what forward had or returned: input, weight, mean,
-    invstd, count. Joins its collective whether or not the input needs a gradient: that may differ
-    between ranks, and a rank that stayed away would hang the others.
+    And, last, that of a residual, which without an activation is ``grad_output`` at masked places
+    too. ``saved`` is what forward had or returned: input, weight, mean, invstd, count. Joins its
+    collective whether or not the input needs a gradient: that may differ between ranks, and a rank
+    that stayed away would hang the others.
     """
     input, weight, mean, invstd, count = saved
     weight_dtype = torch.float64 if weight is None else weight.dtype
     grad_input: Tensor | None = None
     # Inside a backward pass, gradients are recorded exactly under create_graph=True.
     if torch.is_grad_enabled():
+        if mask is not None:
+            grad_output = masks.clear(grad_output, mask)
         if through is not None:
-            z = _argument(saved, through, eps, group, layer)
+            z = _argument(saved, through, eps, group, layer, mask)
             grad_output = activations.gradient(grad_output.double(), z, *through[:2])
         grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
-            grad_output, input, weight, eps, group, layer
+            grad_output, input, weight, eps, group, layer, mask
         )
         grad_weight = layout.cast(grad_weight, weight_dtype)
         grad_bias = layout.cast(grad_bias, bias_dtype or torch.float64)
@@ -119,7 +125,7 @@ def backward(
             input = layout.as_dense(input)
             grad_output = layout.as_dense(grad_output, like=input)
             grad_input, grad_weight, grad_bias = ops.batch_norm_backward(
-                grad_output, input, mean, invstd, weight, count, *dtypes, *source
+                grad_output, input, mean, invstd, weight, count, *dtypes, *source, mask=mask
             )
         except RuntimeError as error:
             raise errors.with_layer_and_rank(error, layer, None) from None
@@ -134,6 +140,7 @@ def backward(
             group,
             layer,
             through,
+            mask,
         )
         sums = exchange.sum_over_ranks(sums, group, record)
         if needs_grad_input:
@@ -142,7 +149,10 @@ def backward(
             source = () if through is None or has_gone else through.for_operators()
             try:
                 grad_input = ops.batch_norm_backward_apply(
-                    grad_output, input, mean, invstd, weight, sums, count, *judge, *source
+                    *(grad_output, input, mean, invstd, weight, sums, count),
+                    *judge,
+                    *source,
+                    mask=mask,
                 )
             except RuntimeError as error:
                 raise errors.of_pass(error, layer, group, record) from None
@@ -162,6 +172,7 @@ def _argument(
     eps: float,
     group: ProcessGroup | None,
     layer: Identity,
+    mask: Tensor | None,
 ) -> Tensor:
     """Return what the activation was applied to or, with its sign, the output.
 
@@ -169,8 +180,11 @@ def _argument(
     """
     input, weight, mean, _, _ = saved
     if through.activation == "silu":
-        z = reference.batch_norm(input, weight, through.bias, eps, group, layer)
-        return z if through.residual is None else z + through.residual.double()
+        z = reference.batch_norm(input, weight, through.bias, eps, group, layer, mask)
+        if through.residual is None:
+            return z
+        residual = through.residual if mask is None else masks.clear(through.residual, mask)
+        return z + residual.double()
     if through.constants is not None:
         return reference.normalize_again(input.detach(), mean, through.constants)
     assert through.output is not None

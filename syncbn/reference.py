@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import exchange
+from syncbn import exchange, masks
 from syncbn.collectives import ProcessGroup
 from syncbn.identity import ANONYMOUS, Identity
 
@@ -45,15 +45,19 @@ def _sum_over_group(values: Tensor, group: ProcessGroup | None, layer: Identity)
 
 
 def _normalize(
-    input: Tensor, eps: float, group: ProcessGroup | None, layer: Identity
+    input: Tensor, eps: float, group: ProcessGroup | None, layer: Identity, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return xhat in float64, 1/std per channel, and the number of values per channel."""
     dims = [d for d in range(input.dim()) if d != 1]
     x = input.double()
     local_count = x.new_full((1,), input.numel() / input.size(1))
+    if mask is not None:
+        x, local_count = masks.clear(x, mask), mask.sum(dtype=x.dtype).view(1)
     totals = _sum_over_group(torch.cat([x.sum(dims), local_count]), group, layer)
     count = totals[-1:].clamp(min=1)
     centered = x - _per_channel(totals[:-1] / count, x)
+    if mask is not None:
+        centered = masks.clear(centered, mask)
     variance = _sum_over_group((centered * centered).sum(dims), group, layer) / count
     invstd = (variance + eps).rsqrt()
     return centered * _per_channel(invstd, x), invstd, count
@@ -66,6 +70,7 @@ def batch_norm(
     eps: float = 1e-5,
     group: ProcessGroup | None = None,
     layer: Identity = ANONYMOUS,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Normalize a batch by the statistics of the group.
 
@@ -76,11 +81,13 @@ def batch_norm(
         eps: Added to the biased variance.
         group: The ranks that share statistics, or None for this process alone.
         layer: Whose output it is, for errors.
+        mask: bool, the shape of ``input`` without channels: places that count; None for all. The
+            others are normalized to 0, to which the bias is added.
 
     Returns:
         float64, shape of ``input``.
     """
-    output, _, _ = _normalize(input, eps, group, layer)
+    output, _, _ = _normalize(input, eps, group, layer, mask)
     if weight is not None:
         output = output * _per_channel(weight.double(), output)
     if bias is not None:
@@ -117,6 +124,7 @@ def batch_norm_backward(
     eps: float,
     group: ProcessGroup | None = None,
     layer: Identity = ANONYMOUS,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of :func:`batch_norm` as differentiable expressions; three all-reduces.
 
@@ -127,12 +135,13 @@ def batch_norm_backward(
         eps: Added to the biased variance.
         group: The ranks that share statistics, or None for this process alone.
         layer: Whose gradients they are, for errors.
+        mask: That of :func:`batch_norm`; ``grad_output`` is 0 at the other places.
 
     Returns:
         Gradients of input (its dtype and shape; of the sum over all ranks), of weight and of bias
         (float64 [C]; of this rank alone).
     """
-    xhat, invstd, count = _normalize(input, eps, group, layer)
+    xhat, invstd, count = _normalize(input, eps, group, layer, mask)
     dims = [d for d in range(input.dim()) if d != 1]
     dy = grad_output.double()
     grad_bias, grad_weight = dy.sum(dims), (dy * xhat).sum(dims)
@@ -140,4 +149,6 @@ def batch_norm_backward(
     mean_dy, mean_dy_xhat = means.chunk(2)
     scale = invstd if weight is None else invstd * weight.double()
     grad_input = dy - _per_channel(mean_dy, dy) - xhat * _per_channel(mean_dy_xhat, dy)
+    if mask is not None:
+        grad_input = masks.clear(grad_input, mask)
     return (grad_input * _per_channel(scale, dy)).to(input.dtype), grad_weight, grad_bias

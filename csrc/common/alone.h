@@ -2,28 +2,26 @@
 // between processes.
 #pragma once
 
-#include <optional>
-#include <tuple>
 #include <utility>
 
-#include "stable.h"
+#include "operators.h"
 
 namespace syncbn {
 
-// Operators are those of csrc/cpu/operators.h or csrc/cuda/operators.h.
-template <typename Operators>
+template <StatsFunction kStats, ApplyFunction kApply, BackwardReduceFunction kReduce,
+          BackwardApplyFunction kBackwardApply>
 struct Alone {
   static std::tuple<Tensor, Tensor, Tensor, Tensor> forward(
       const Tensor& input, std::optional<Tensor> weight, std::optional<Tensor> bias,
       std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
       std::optional<Tensor> num_batches_tracked, std::optional<double> momentum, double eps,
       std::optional<Tensor> residual, int64_t activation, double negative_slope,
-      std::optional<Tensor> constants) {
-    const Tensor totals = Operators::kStats(input, /*tag=*/{}, /*outlook=*/0);
-    return Operators::kApply(
-        input, totals, std::move(weight), std::move(bias), std::move(running_mean),
-        std::move(running_var), std::move(num_batches_tracked), momentum, eps, /*tag_sum=*/{},
-        /*verdict=*/{}, std::move(residual), activation, negative_slope, std::move(constants));
+      std::optional<Tensor> constants, std::optional<Tensor> mask) {
+    const Tensor totals = kStats(input, /*tag=*/{}, /*outlook=*/0, mask);
+    return kApply(input, totals, std::move(weight), std::move(bias), std::move(running_mean),
+                  std::move(running_var), std::move(num_batches_tracked), momentum, eps,
+                  /*tag_sum=*/{}, /*verdict=*/{}, std::move(residual), activation, negative_slope,
+                  std::move(constants), std::move(mask));
   }
 
   static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
@@ -32,13 +30,14 @@ struct Alone {
                                                      const Tensor& count, ScalarType weight_dtype,
                                                      ScalarType bias_dtype,
                                                      std::optional<Tensor> constants,
-                                                     int64_t activation, double negative_slope) {
+                                                     int64_t activation, double negative_slope,
+                                                     std::optional<Tensor> mask) {
     auto [sums, grad_weight, grad_bias] =
-        Operators::kReduce(grad_output, input, mean, invstd, weight_dtype, bias_dtype, /*tag=*/{},
-                           /*outlook=*/0, constants, activation, negative_slope);
-    Tensor grad_input = Operators::kBackwardApply(
-        grad_output, input, mean, invstd, std::move(weight), sums, count, /*tag_sum=*/{},
-        /*verdict=*/{}, std::move(constants), activation, negative_slope);
+        kReduce(grad_output, input, mean, invstd, weight_dtype, bias_dtype, /*tag=*/{},
+                /*outlook=*/0, constants, activation, negative_slope, mask);
+    Tensor grad_input = kBackwardApply(grad_output, input, mean, invstd, std::move(weight), sums,
+                                       count, /*tag_sum=*/{}, /*verdict=*/{}, std::move(constants),
+                                       activation, negative_slope, std::move(mask));
     return {grad_input, grad_weight, grad_bias};
   }
 };

@@ -89,6 +89,26 @@ inline void check_like_input(const char* op, const char* name, const std::option
   }
 }
 
+// The places that count: a byte for each, which is 0 where the place does not; null for all.
+inline const uint8_t* check_mask(const char* op, const std::optional<Tensor>& mask,
+                                 const Tensor& input, const Geometry& geometry) {
+  if (!mask.has_value()) {
+    return nullptr;
+  }
+  check_same_device(op, "mask", *mask, input);
+  SYNCBN_CHECK(mask->scalar_type() == ScalarType::Bool, op, ": expected mask to have dtype bool, ",
+               "but got ", dtype_name(mask->scalar_type()));
+  bool fits = mask->dim() == input.dim() - 1 && mask->is_contiguous();
+  for (int64_t d = 0; fits && d < mask->dim(); ++d) {
+    fits = mask->size(d) == input.size(d == 0 ? 0 : d + 1);
+  }
+  SYNCBN_CHECK(fits, op, ": expected mask to be contiguous and to have the shape of input without ",
+               "its channels, but got ", format_list(mask->sizes()), " with strides ",
+               format_list(mask->strides()), " for an input of shape ", format_list(input.sizes()));
+  check_memory(op, "mask", *mask, geometry.per_channel());
+  return static_cast<const uint8_t*>(mask->const_data_ptr());
+}
+
 inline ActivationChoice to_activation(const char* op, int64_t activation, double negative_slope) {
   SYNCBN_CHECK(0 <= activation && activation < kNumActivations, op,
                ": expected activation to be 0 to ", kNumActivations - 1, ", but got ", activation);

@@ -18,6 +18,8 @@ inline const char* dtype_name(ScalarType dtype) {
       return "float64";
     case ScalarType::Long:
       return "int64";
+    case ScalarType::Bool:
+      return "bool";
     default:
       return torch::headeronly::toString(dtype);
   }

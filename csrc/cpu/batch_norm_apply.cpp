@@ -81,7 +81,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
     std::optional<double> momentum, double eps, std::optional<double> tag_sum,
     std::optional<Tensor> /*verdict*/, std::optional<Tensor> residual, int64_t activation,
-    double negative_slope, std::optional<Tensor> constants) {
+    double negative_slope, std::optional<Tensor> constants, std::optional<Tensor> mask) {
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
   const Expectation expectation = to_expectation(tag_sum);
@@ -92,6 +92,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   check_like_input(kOp, "residual", residual, input, geometry);
   const ActivationChoice choice = to_activation(kOp, activation, negative_slope);
   check_constants(kOp, constants, input);
+  const uint8_t* const places = check_mask(kOp, mask, input, geometry);
 
   const auto* message = static_cast<const double*>(totals.const_data_ptr());
   const double group_count = message[2 * channels];
@@ -148,10 +149,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
       using Act = decltype(act);
       if (residual.has_value()) {
         const auto* r = static_cast<const T*>(residual->const_data_ptr());
-        elementwise<NormalizeThen<Act, true>::template Formula, T>(geometry, {x, r}, y,
+        elementwise<NormalizeThen<Act, true>::template Formula, T>(geometry, places, {x, r}, y,
                                                                    {center, scale, shift, act});
       } else {
-        elementwise<NormalizeThen<Act, false>::template Formula, T>(geometry, {x}, y,
+        elementwise<NormalizeThen<Act, false>::template Formula, T>(geometry, places, {x}, y,
                                                                     {center, scale, shift, act});
       }
     });

@@ -49,7 +49,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
                                  const Tensor& sums, const Tensor& count,
                                  std::optional<double> tag_sum, std::optional<Tensor> /*verdict*/,
                                  std::optional<Tensor> constants, int64_t activation,
-                                 double negative_slope) {
+                                 double negative_slope, std::optional<Tensor> mask) {
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
   check_like_input(kOp, "grad_output", grad_output, input, geometry);
@@ -61,6 +61,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   check_statistics(kOp, "count", count, 1, input);
   const ActivationChoice choice =
       check_gradient_sources(kOp, input, constants, activation, negative_slope);
+  const uint8_t* const places = check_mask(kOp, mask, input, geometry);
 
   ChannelArrays arrays(/*capacity=*/6, channels);
   PerChannel work;
@@ -95,10 +96,10 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
     dispatch_activation<compute_t<T>>(choice, dtype, [&](auto act) {
       using Act = decltype(act);
       if constexpr (std::is_same_v<Act, NoActivation>) {
-        elementwise<GradInput, T>(geometry, {dy, x}, dx, work.constants);
+        elementwise<GradInput, T>(geometry, places, {dy, x}, dx, work.constants);
       } else {
         elementwise<GradInputThrough<Act>::template Formula, T>(
-            geometry, {dy, x}, dx, {work.constants, forward_shift, act});
+            geometry, places, {dy, x}, dx, {work.constants, forward_shift, act});
       }
     });
   });

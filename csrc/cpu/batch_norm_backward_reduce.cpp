@@ -14,42 +14,16 @@
 #include "channel_sums.h"
 #include "channel_vector.h"
 #include "dispatch.h"
+#include "masked_sums.h"
 #include "operators.h"
 
 namespace syncbn::cpu {
 namespace {
 
+// Sums of segments and channels. Constants are those of channels. With a mask dz is zero at masked
+// places because dy is, and all that it is multiplied by is finite because x is near the mean.
 template <template <typename> class Formula, typename T>
-struct PlanarGradSums {
-  using A = compute_t<T>;
-
-  template <typename Isa>
-  static SYNCBN_INLINE void run(const SummedTensors<Formula, T>* shared, const Geometry* geometry,
-                                const Item* item, const Formula<const A*>* constants, double* grad,
-                                double* deviation) {
-    const SummedTensors<Formula, T> tensors = *shared;  // which stores cannot change
-    const auto formula = constants->map([&](const A* values) { return values[item->channel]; });
-    planar_sums<Formula, T, Isa>(tensors, *geometry, *item, formula, *grad, *deviation);
-  }
-};
-
-template <template <typename> class Formula, typename T>
-struct RowGradSums {
-  using A = compute_t<T>;
-
-  template <typename Isa>
-  static SYNCBN_INLINE void run(const SummedTensors<Formula, T>* shared, const Geometry* geometry,
-                                const Item* item, const Formula<const A*>* constants, double* grads,
-                                double* deviations) {
-    const SummedTensors<Formula, T> tensors = *shared;  // which stores cannot change
-    const auto of_item = constants->map([&](const A* values) { return values + item->channel; });
-    row_sums<Formula, T, Isa>(tensors, *geometry, *item, of_item, grads, deviations);
-  }
-};
-
-// Sums of segments and channels. Constants are those of channels.
-template <template <typename> class Formula, typename T>
-void sum_segments(const Geometry& geometry, const Partition& partition,
+void sum_segments(const Geometry& geometry, const Partition& partition, const uint8_t* mask,
                   const SummedTensors<Formula, T>& tensors, const Formula<const double*>& constants,
                   double* grads, double* deviations) {
   using A = compute_t<T>;
@@ -61,14 +35,22 @@ void sum_segments(const Geometry& geometry, const Partition& partition,
     next = std::transform(of_channels, of_channels + channels, array, to_constant<A>);
     return array;
   });
+  std::vector<T> centers(mask != nullptr ? channels : 0);
+  std::transform(rounded.center, rounded.center + centers.size(), centers.begin(),
+                 [](A center) { return static_cast<T>(center); });
   for_each_item(geometry, partition, [&](const Item& item) {
     double* const grad = grads + item.segment * channels + item.channel;
     double* const deviation = deviations + item.segment * channels + item.channel;
-    if (is_in_rows(geometry)) {
-      dispatch_isa<RowGradSums<Formula, T>>(&tensors, &geometry, &item, &rounded, grad, deviation);
+    if (mask != nullptr) {
+      const auto of_item = rounded.map([&](const A* values) { return values + item.channel; });
+      const Fills<Formula, T> fills{nullptr, centers.data() + item.channel};
+      const auto sum = is_in_rows(geometry) ? masked_row_sums<Formula, T>
+                                            : masked_planar_sums<Formula, T>;
+      sum(tensors, mask, fills, geometry, item, of_item, grad, deviation);
+    } else if (is_in_rows(geometry)) {
+      dispatch_isa<RowSums<Formula, T>>(&tensors, &geometry, &item, &rounded, grad, deviation);
     } else {
-      dispatch_isa<PlanarGradSums<Formula, T>>(&tensors, &geometry, &item, &rounded, grad,
-                                               deviation);
+      dispatch_isa<PlanarSums<Formula, T>>(&tensors, &geometry, &item, &rounded, grad, deviation);
     }
   });
 }
@@ -78,8 +60,9 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
     const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& mean,
     const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag,
     double outlook, const std::optional<Tensor>& constants, int64_t activation,
-    double negative_slope, const std::optional<Tensor>& residual = {},
-    const std::optional<Tensor>& output = {}, const std::optional<Tensor>& stored = {}) {
+    double negative_slope, const std::optional<Tensor>& mask,
+    const std::optional<Tensor>& residual = {}, const std::optional<Tensor>& output = {},
+    const std::optional<Tensor>& stored = {}) {
   const Geometry geometry = check_input(op, "input", input);
   const int64_t channels = geometry.channels;
   check_like_input(op, "grad_output", grad_output, input, geometry);
@@ -91,6 +74,7 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
       stored.has_value() ? check_stored_sources(op, input, geometry, constants, activation,
                                                 negative_slope, residual, output)
                          : check_gradient_sources(op, input, constants, activation, negative_slope);
+  const uint8_t* const places = check_mask(op, mask, input, geometry);
 
   const Partition partition(geometry);
   const auto* means = static_cast<const double*>(mean.const_data_ptr());
@@ -118,28 +102,28 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
     dispatch_activation<compute_t<T>>(choice, dtype, [&](auto act) {
       using Act = decltype(act);
       if constexpr (std::is_same_v<Act, NoActivation>) {
-        sum_segments<GradTerms, T>(geometry, partition, {{dy, x}}, {means}, g, d);
+        sum_segments<GradTerms, T>(geometry, partition, places, {{dy, x}}, {means}, g, d);
         return;
       } else if constexpr (std::is_same_v<Act, Silu>) {
         if (residual.has_value()) {
           sum_segments<GradTermsThrough<Act, true>::template Formula, T>(
-              geometry, partition, {{dy, x, data(residual)}, dz}, {means, scales, shifts, act}, g,
+              geometry, partition, places, {{dy, x, data(residual)}, dz}, {means, scales, shifts, act}, g,
               d);
           return;
         }
         if (stored.has_value()) {
           sum_segments<GradTermsThrough<Act, false, true>::template Formula, T>(
-              geometry, partition, {{dy, x}, dz}, {means, scales, shifts, act}, g, d);
+              geometry, partition, places, {{dy, x}, dz}, {means, scales, shifts, act}, g, d);
           return;
         }
       } else if (output.has_value()) {
         sum_segments<GradTermsBehind<Act>::template Formula, T>(
-            geometry, partition, {{dy, x, data(output)}, dz}, {means, act}, g, d);
+            geometry, partition, places, {{dy, x, data(output)}, dz}, {means, act}, g, d);
         return;
       }
       if constexpr (!std::is_same_v<Act, NoActivation>) {
         sum_segments<GradTermsThrough<Act, false>::template Formula, T>(
-            geometry, partition, {{dy, x}}, {means, scales, shifts, act}, g, d);
+            geometry, partition, places, {{dy, x}}, {means, scales, shifts, act}, g, d);
       }
     });
   });
@@ -177,13 +161,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
     std::optional<Tensor> constants, int64_t activation, double negative_slope,
-    std::optional<Tensor> residual, std::optional<Tensor> output) {
+    std::optional<Tensor> residual, std::optional<Tensor> output, std::optional<Tensor> mask) {
   constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_dz";
   check_input(kOp, "input", input);
   const Tensor dz = allocate_like(input);
   auto [sums, grad_weight, grad_bias] =
       reduce(kOp, grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook,
-             constants, activation, negative_slope, residual, output, dz);
+             constants, activation, negative_slope, mask, residual, output, dz);
   return {sums, grad_weight, grad_bias, dz};
 }
 
@@ -192,9 +176,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
-    std::optional<Tensor> constants, int64_t activation, double negative_slope) {
+    std::optional<Tensor> constants, int64_t activation, double negative_slope,
+    std::optional<Tensor> mask) {
   return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
-                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
+                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope, mask);
 }
 
 }  // namespace syncbn::cpu

@@ -18,6 +18,7 @@
 #include "../common/moments.h"
 #include "channel_sums.h"
 #include "dispatch.h"
+#include "masked_sums.h"
 #include "operators.h"
 
 namespace syncbn::cpu {
@@ -26,7 +27,7 @@ namespace {
 // Sums of floats are carried in more bits than the result has. Those of doubles are not: a center
 // off the mean costs accuracy, so that it is guessed from more values and rounded less.
 template <typename A>
-constexpr int kSamples = sizeof(A) == 4 ? 8 : 32;
+constexpr int kSamples = sizeof(A) == 4 ? 8 : kMaxSamples;
 template <typename A>
 constexpr A kFineness = sizeof(A) == 4 ? 1 : 0.25;
 
@@ -34,12 +35,6 @@ constexpr A kFineness = sizeof(A) == 4 ? 1 : 0.25;
 // multiplies the error of the squares by 1 + kFar at most.
 template <typename A>
 constexpr double kFar = sizeof(A) == 4 ? 4 : 1;
-
-// The position of sample number `sample` of `count` positions.
-template <typename A>
-SYNCBN_INLINE int64_t sample_position(int sample, int64_t count) {
-  return count * (2 * sample + 1) / (2 * kSamples<A>);
-}
 
 // The multiples next to `x` of kFineness times the largest powers of two that are no more than
 // `spread`; x itself if the spread is zero, and where the values are too large to be squared
@@ -92,54 +87,30 @@ SYNCBN_INLINE A better_center(const SegmentMoments& moments, double count) {
   return static_cast<A>(round_to_multiple(moments.mean, std::sqrt(moments.m2 / count)));
 }
 
+// A guess of one channel's mean from some of its values.
+template <typename A>
+A guess_center(const A (&values)[kSamples<A>]) {
+  A sum = 0;
+  for (const A value : values) {
+    sum += value;
+  }
+  const A mean = sum / kSamples<A>;
+  A spread = 0;
+  for (const A value : values) {
+    spread = std::max(spread, std::abs(value - mean));
+  }
+  return round_to_multiple(mean, spread);
+}
+
+// The same of `channels` channels from rows that lie `stride` apart, of whose `inner` values the
+// first is taken.
 template <typename T>
-struct PlanarMoments {
+struct GuessCenters {
   using A = compute_t<T>;
 
-  static SYNCBN_INLINE A guess(const T* x, const Geometry& geometry, const Item& item) {
-    A values[kSamples<A>];
-    A sum = 0;
-    for (int i = 0; i < kSamples<A>; ++i) {
-      const int64_t position = item.begin + sample_position<A>(i, item.length);
-      values[i] = to_compute(x[Spans(geometry, item.channel, position, 1).offset]);
-      sum += values[i];
-    }
-    const A mean = sum / kSamples<A>;
-    A spread = 0;
-    for (const A value : values) {
-      spread = std::max(spread, std::abs(value - mean));
-    }
-    return round_to_multiple(mean, spread);
-  }
-
   template <typename Isa>
-  static SYNCBN_INLINE void run(const T* x, const Geometry* geometry, const Item* item,
-                                double* mean, double* m2) {
-    const auto count = static_cast<double>(item->length);
-    A center = guess(x, *geometry, *item);
-    double deviations, squares;
-    planar_sums<DeviationTerms, T, Isa>({{x}}, *geometry, *item, {center}, deviations, squares);
-    SegmentMoments moments = moments_of_sums<A>(count, center, deviations, squares);
-    if (moments.center_is_far) {
-      center = better_center<A>(moments, count);
-      planar_sums<DeviationTerms, T, Isa>({{x}}, *geometry, *item, {center}, deviations, squares);
-      moments = moments_of_sums<A>(count, center, deviations, squares);
-    }
-    *mean = moments.mean;
-    *m2 = moments.m2;
-  }
-};
-
-template <typename T>
-struct RowMoments {
-  using A = compute_t<T>;
-
-  // Takes the first value of each channel in some rows.
-  template <typename Isa>
-  static SYNCBN_INLINE void guess(const T* x, const Geometry& geometry, const Item& item,
-                                  A* centers) {
-    const int64_t stride = geometry.channels * geometry.inner;
-    const Columns<T, Isa> columns{item.channels * geometry.inner};
+  static SYNCBN_INLINE void run(const T* const* rows, int64_t channels, int64_t inner, A* centers) {
+    const Columns<T, Isa> columns{channels * inner};
     using P = Pack<A, Isa>;
     A lane_centers[kMaxColumns];
     A column_centers[kMaxColumns];
@@ -147,8 +118,7 @@ struct RowMoments {
       P values[kSamples<A>];
       P center = P::zero();
       for (int i = 0; i < kSamples<A>; ++i) {
-        const int64_t row = item.begin + sample_position<A>(i, item.length);
-        values[i] = columns.load_pack(x + row * stride + item.channel * geometry.inner, pack);
+        values[i] = columns.load_pack(rows[i], pack);
         center = center + values[i];
       }
       center = center * P::broadcast(static_cast<A>(1) / kSamples<A>);
@@ -163,39 +133,146 @@ struct RowMoments {
     }
     columns.for_each_lane(
         [&](int64_t lane, int64_t column) { column_centers[column] = lane_centers[lane]; });
-    for (int64_t c = 0; c < item.channels; ++c) {
-      centers[c] = column_centers[c * geometry.inner];
+    for (int64_t c = 0; c < channels; ++c) {
+      centers[c] = column_centers[c * inner];
     }
   }
+};
 
+// Moments from sums of deviations from centers and of their squares, and how many centers were far.
+template <typename A>
+struct MomentsOfSums {
   template <typename Isa>
-  static SYNCBN_INLINE void run(const T* x, const Geometry* geometry, const Item* item,
-                                double* means, double* m2s) {
-    const int64_t channels = item->channels;
-    const auto count = static_cast<double>(item->length * geometry->inner);
-    A centers[kMaxColumns];
-    double deviations[kMaxColumns];
-    double squares[kMaxColumns];
-    guess<Isa>(x, *geometry, *item, centers);
+  static SYNCBN_INLINE void run(int64_t channels, double count, const A* centers,
+                                const double* deviations, const double* squares, double* means,
+                                double* m2s, int64_t* num_far) {
+    int64_t far = 0;
+    SYNCBN_INDEPENDENT
+    for (int64_t c = 0; c < channels; ++c) {
+      const SegmentMoments moments =
+          moments_of_sums<A>(count, centers[c], deviations[c], squares[c]);
+      means[c] = moments.mean;
+      m2s[c] = moments.m2;
+      far += moments.center_is_far;
+    }
+    *num_far = far;
+  }
+};
+
+// The moments of an item's channels, in `means` and `m2s`.
+template <typename T>
+class ItemMoments {
+ public:
+  using A = compute_t<T>;
+
+  ItemMoments(const T* x, const Geometry& geometry, const Item& item, const MaskedSegment* masked)
+      : x_(x), geometry_(geometry), item_(item), masked_(masked) {}
+
+  void compute(double* means, double* m2s) {
+    const int64_t inner = is_in_rows(geometry_) ? geometry_.inner : 1;
+    const int64_t places = masked_ != nullptr ? masked_->count : item_.length * inner;
+    std::fill(means, means + item_.channels, 0);
+    std::fill(m2s, m2s + item_.channels, 0);
+    if (places == 0) {
+      return;
+    }
+    const auto count = static_cast<double>(places);
+    guess();
     for (bool again : {true, false}) {
-      row_sums<DeviationTerms, T, Isa>({{x}}, *geometry, *item, {centers}, deviations, squares);
-      int64_t num_far = 0;
-      SYNCBN_INDEPENDENT
-      for (int64_t c = 0; c < channels; ++c) {
-        const SegmentMoments moments =
-            moments_of_sums<A>(count, centers[c], deviations[c], squares[c]);
-        means[c] = moments.mean;
-        m2s[c] = moments.m2;
-        num_far += moments.center_is_far;
+      if (masked_ != nullptr) {
+        round_centers();
       }
+      sum();
+      int64_t num_far = 0;
+      dispatch_isa<MomentsOfSums<A>>(item_.channels, count, &centers_[0], &deviations_[0],
+                                     &squares_[0], means, m2s, &num_far);
       if (num_far == 0 || !again) {
         return;
       }
-      for (int64_t c = 0; c < channels; ++c) {
-        centers[c] = better_center<A>({means[c], m2s[c], true}, count);
+      for (int64_t c = 0; c < item_.channels; ++c) {
+        centers_[c] = better_center<A>({means[c], m2s[c], true}, count);
       }
     }
   }
+
+ private:
+  // The position in the segment of sample number `i`, in places.
+  int64_t sample(int i) const {
+    if (masked_ != nullptr) {
+      return masked_->samples[i];
+    }
+    const int64_t inner = is_in_rows(geometry_) ? geometry_.inner : 1;
+    return (item_.begin + sample_position(i, kSamples<A>, item_.length)) * inner;
+  }
+
+  void guess() {
+    if (!is_in_rows(geometry_)) {
+      A values[kSamples<A>];
+      for (int i = 0; i < kSamples<A>; ++i) {
+        values[i] = to_compute(x_[Spans(geometry_, item_.channel, sample(i), 1).offset]);
+      }
+      centers_[0] = guess_center(values);
+      return;
+    }
+    const int64_t inner = geometry_.inner;
+    const int64_t stride = geometry_.channels * inner;
+    const T* rows[kSamples<A>];
+    for (int i = 0; i < kSamples<A>; ++i) {
+      const int64_t place = sample(i);
+      rows[i] = x_ + place / inner * stride + item_.channel * inner;
+    }
+    if (masked_ == nullptr || inner == 1) {
+      dispatch_isa<GuessCenters<T>>(&rows[0], item_.channels, inner, &centers_[0]);
+      return;
+    }
+    // The first value of a plane may be masked: the sampled ones are brought together.
+    T sampled[kSamples<A>][kMaxColumns];
+    for (int i = 0; i < kSamples<A>; ++i) {
+      const T* const from = rows[i] + sample(i) % inner;
+      for (int64_t c = 0; c < item_.channels; ++c) {
+        sampled[i][c] = from[c * inner];
+      }
+      rows[i] = &sampled[i][0];
+    }
+    dispatch_isa<GuessCenters<T>>(&rows[0], item_.channels, /*inner=*/int64_t{1}, &centers_[0]);
+  }
+
+  // To values of T, which fill masked places: their deviations are exactly zero then.
+  void round_centers() {
+    for (int64_t c = 0; c < item_.channels; ++c) {
+      fills_[c] = static_cast<T>(centers_[c]);
+      centers_[c] = to_compute(fills_[c]);
+    }
+  }
+
+  void sum() {
+    const SummedTensors<DeviationTerms, T> tensors{{x_}};
+    if (masked_ != nullptr) {
+      const auto sums = is_in_rows(geometry_) ? masked_row_sums<DeviationTerms, T>
+                                              : masked_planar_sums<DeviationTerms, T>;
+      sums(tensors, masked_->mask, {&fills_[0]}, geometry_, item_, {&centers_[0]}, &deviations_[0],
+           &squares_[0]);
+      return;
+    }
+    // Constants of all channels, of which only those of the item are looked at.
+    const DeviationTerms<const A*> centers{&centers_[0] - item_.channel};
+    if (is_in_rows(geometry_)) {
+      dispatch_isa<RowSums<DeviationTerms, T>>(&tensors, &geometry_, &item_, &centers,
+                                               &deviations_[0], &squares_[0]);
+    } else {
+      dispatch_isa<PlanarSums<DeviationTerms, T>>(&tensors, &geometry_, &item_, &centers,
+                                                  &deviations_[0], &squares_[0]);
+    }
+  }
+
+  const T* x_;
+  const Geometry& geometry_;
+  const Item& item_;
+  const MaskedSegment* masked_;
+  A centers_[kMaxColumns];
+  T fills_[kMaxColumns];
+  double deviations_[kMaxColumns];
+  double squares_[kMaxColumns];
 };
 
 // Adds moments of `count` values in each channel to those of `before` values.
@@ -228,41 +305,50 @@ struct Message {
 
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook) {
-  const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
+Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook,
+                        std::optional<Tensor> mask) {
+  constexpr const char* kOp = "syncbn::batch_norm_stats";
+  const Geometry geometry = check_input(kOp, "input", input);
+  const uint8_t* const places = check_mask(kOp, mask, input, geometry);
   const Partition partition(geometry);
   const int64_t channels = geometry.channels;
   std::vector<double> means(partition.segments * channels);
   std::vector<double> m2s(partition.segments * channels);
 
+  std::vector<MaskedSegment> masked;
+  if (places != nullptr) {
+    masked = find_segments(places, geometry, partition, input.scalar_type() == ScalarType::Double
+                                                            ? kSamples<double>
+                                                            : kSamples<float>);
+  }
+
   dispatch_dtype(input.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     for_each_item(geometry, partition, [&](const Item& item) {
-      double* const mean = &means[item.segment * channels + item.channel];
-      double* const m2 = &m2s[item.segment * channels + item.channel];
-      if (is_in_rows(geometry)) {
-        dispatch_isa<RowMoments<T>>(x, &geometry, &item, mean, m2);
-      } else {
-        dispatch_isa<PlanarMoments<T>>(x, &geometry, &item, mean, m2);
-      }
+      ItemMoments<T>(x, geometry, item, places != nullptr ? &masked[item.segment] : nullptr)
+          .compute(&means[item.segment * channels + item.channel],
+                   &m2s[item.segment * channels + item.channel]);
     });
   });
 
   // The first segment takes up the others.
-  const int64_t values_per_unit = geometry.per_channel() / std::max<int64_t>(partition.length, 1);
-  for (int64_t segment = 1; segment < partition.segments; ++segment) {
-    const int64_t before = segment * partition.segment_length;
-    const int64_t count = std::min(partition.segment_length, partition.length - before);
-    dispatch_isa<Merge>(channels, static_cast<double>(before * values_per_unit), means.data(),
-                        m2s.data(), static_cast<double>(count * values_per_unit),
-                        &means[segment * channels], &m2s[segment * channels]);
+  int64_t before = 0;
+  for (int64_t segment = 0; segment < partition.segments; ++segment) {
+    const int64_t count = places != nullptr ? masked[segment].count
+                                            : places_of_segment(geometry, partition, segment);
+    if (segment > 0) {
+      dispatch_isa<Merge>(channels, static_cast<double>(before), means.data(), m2s.data(),
+                          static_cast<double>(count), &means[segment * channels],
+                          &m2s[segment * channels]);
+    }
+    before += count;
   }
   const Announcement announcement = to_announcement(tag, outlook);
   const int64_t size = announcement.present ? announced_size(channels) : 2 * channels + 1;
   Tensor message = allocate_vector(size, ScalarType::Double, input);
   auto* values = static_cast<double*>(message.mutable_data_ptr());
-  const auto count = static_cast<double>(geometry.per_channel());
+  const auto count = static_cast<double>(before);
   dispatch_unfused<Message>(count, means.data(), m2s.data(), channels, values);
   write_end(values, channels, count, announcement);
   return message;

@@ -316,4 +316,34 @@ SYNCBN_INLINE void row_sums(const SummedTensors<Formula, T>& tensors, const Geom
   }
 }
 
+// The kernels of both. Constants are those of all channels.
+
+template <template <typename> class Formula, typename T>
+struct PlanarSums {
+  using A = compute_t<T>;
+
+  template <typename Isa>
+  static SYNCBN_INLINE void run(const SummedTensors<Formula, T>* shared, const Geometry* geometry,
+                                const Item* item, const Formula<const A*>* constants,
+                                double* weight, double* product) {
+    const SummedTensors<Formula, T> tensors = *shared;  // which stores cannot change
+    const auto formula = constants->map([&](const A* values) { return values[item->channel]; });
+    planar_sums<Formula, T, Isa>(tensors, *geometry, *item, formula, *weight, *product);
+  }
+};
+
+template <template <typename> class Formula, typename T>
+struct RowSums {
+  using A = compute_t<T>;
+
+  template <typename Isa>
+  static SYNCBN_INLINE void run(const SummedTensors<Formula, T>* shared, const Geometry* geometry,
+                                const Item* item, const Formula<const A*>* constants,
+                                double* weights, double* products) {
+    const SummedTensors<Formula, T> tensors = *shared;  // which stores cannot change
+    const auto of_item = constants->map([&](const A* values) { return values + item->channel; });
+    row_sums<Formula, T, Isa>(tensors, *geometry, *item, of_item, weights, products);
+  }
+};
+
 }  // namespace syncbn::cpu

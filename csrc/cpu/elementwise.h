@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cache.h"
+#include "masked_output.h"
 #include "plane_loop.h"
 #include "row_loop.h"
 
@@ -16,6 +17,9 @@ namespace syncbn::cpu {
 
 // The widest row that is made of several short ones, in values.
 constexpr int64_t kWidestRow = 2048;
+
+// Values of an output that are computed before their masked places are set to zero.
+constexpr int64_t kMaskedPiece = 4096;
 
 // A constant of all channels as PlaneLoop reads it.
 template <typename T>
@@ -85,22 +89,33 @@ class ConstantArrays {
 
 template <template <typename> class Formula, typename T>
 void compute_in_planes(ElementwiseJob<Formula, T> job, const Geometry& geometry,
-                       const Formula<double*>& constants) {
+                       const uint8_t* mask, const Formula<double*>& constants) {
   ConstantArrays<Formula, compute_t<T>> arrays(geometry.channels);
   job.constants = arrays.fill(constants, [&](const double* of_channels, compute_t<T>* array) {
     dispatch_isa<LayOutForPlanes<T>>(of_channels, &geometry, array);
   });
   constexpr int64_t kPiece = 1024;
   const int64_t values = geometry.numel();
-  torch::stable::parallel_for(0, ceil_div(values, kPiece), kMinValuesPerThread / kPiece,
-                              [&](int64_t begin, int64_t end) {
-                                dispatch_isa<PlaneLoop<Formula, T>>(&job, &geometry, begin * kPiece,
-                                                                    std::min(end * kPiece, values));
-                              });
+  const auto compute = [&](const ElementwiseJob<Formula, T>& part, int64_t at, int64_t count) {
+    dispatch_isa<PlaneLoop<Formula, T>>(&part, &geometry, at, at + count);
+  };
+  const auto clear = [&](T* of_piece, int64_t at, int64_t count) {
+    dispatch_isa<ClearPlanes<T>>(of_piece, mask, &geometry, at, count);
+  };
+  torch::stable::parallel_for(
+      0, ceil_div(values, kPiece), kMinValuesPerThread / kPiece, [&](int64_t first, int64_t last) {
+        const int64_t begin = first * kPiece;
+        const int64_t end = std::min(last * kPiece, values);
+        if (mask == nullptr) {
+          compute(job, begin, end - begin);
+        } else {
+          compute_masked<Formula, T>(job, begin, end, kMaskedPiece, compute, clear);
+        }
+      });
 }
 
 template <template <typename> class Formula, typename T>
-void compute_in_rows(ElementwiseJob<Formula, T> job, const Geometry& geometry,
+void compute_in_rows(ElementwiseJob<Formula, T> job, const Geometry& geometry, const uint8_t* mask,
                      const Formula<double*>& constants) {
   const int64_t row = geometry.channels * geometry.inner;
   const int64_t rows_in_wide = rows_per_wide_row(row, kWidestRow);
@@ -113,22 +128,40 @@ void compute_in_rows(ElementwiseJob<Formula, T> job, const Geometry& geometry,
       dispatch_isa<LayOutForRows<T>>(of_channels, &geometry, width, of_columns.data(), array);
     });
   };
+  // Rows of `width` values.
+  const auto compute_rows = [&](int64_t width, int64_t begin, int64_t rows) {
+    const auto compute = [&](const ElementwiseJob<Formula, T>& part, int64_t at, int64_t count) {
+      dispatch_isa<RowLoop<Formula, T>>(&part, width, at, count / width);
+    };
+    if (mask == nullptr) {
+      compute(job, begin, rows * width);
+      return;
+    }
+    std::vector<uint8_t> lanes(row);
+    const auto clear = [&](T* values, int64_t at, int64_t count) {
+      dispatch_isa<ClearRows<T>>(values, mask + at / geometry.channels, &geometry, count / row,
+                                 lanes.data());
+    };
+    const int64_t piece = std::max<int64_t>(kMaskedPiece / width, 1) * width;
+    compute_masked<Formula, T>(job, begin, begin + rows * width, piece, compute, clear);
+  };
   if (wide_rows > 0) {
     lay_out(wide_row);
-    torch::stable::parallel_for(
-        0, wide_rows, ceil_div(kMinValuesPerThread, wide_row), [&](int64_t begin, int64_t end) {
-          dispatch_isa<RowLoop<Formula, T>>(&job, wide_row, begin * wide_row, end - begin);
-        });
+    torch::stable::parallel_for(0, wide_rows, ceil_div(kMinValuesPerThread, wide_row),
+                                [&](int64_t begin, int64_t end) {
+                                  compute_rows(wide_row, begin * wide_row, end - begin);
+                                });
   }
   if (const int64_t rest = geometry.outer - wide_rows * rows_in_wide; rest > 0) {
     lay_out(row);
-    dispatch_isa<RowLoop<Formula, T>>(&job, row, wide_rows * wide_row, rest);
+    compute_rows(row, wide_rows * wide_row, rest);
   }
 }
 
 template <template <typename> class Formula, typename T>
-void elementwise(const Geometry& geometry, const std::array<const T*, Formula<T>::kInputs>& inputs,
-                 T* output, const Formula<double*>& constants) {
+void elementwise(const Geometry& geometry, const uint8_t* mask,
+                 const std::array<const T*, Formula<T>::kInputs>& inputs, T* output,
+                 const Formula<double*>& constants) {
   // Tensors that the last cache cannot hold are stored past it, which saves reading what is
   // overwritten.
   const auto tensor_bytes = static_cast<int64_t>(geometry.numel() * sizeof(T));
@@ -136,9 +169,9 @@ void elementwise(const Geometry& geometry, const std::array<const T*, Formula<T>
                       reinterpret_cast<size_t>(output) % kLine == 0;
   const ElementwiseJob<Formula, T> job{inputs, output, {}, stream};
   if (is_in_rows(geometry)) {
-    compute_in_rows(job, geometry, constants);
+    compute_in_rows(job, geometry, mask, constants);
   } else {
-    compute_in_planes(job, geometry, constants);
+    compute_in_planes(job, geometry, mask, constants);
   }
 }
 

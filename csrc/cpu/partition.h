@@ -57,6 +57,21 @@ struct Partition {
   }
 };
 
+// The places of a segment.
+inline int64_t places_of_segment(const Geometry& geometry, const Partition& partition,
+                                 int64_t segment) {
+  const int64_t left = partition.length - segment * partition.segment_length;
+  return std::min(partition.segment_length, left) * (is_in_rows(geometry) ? geometry.inner : 1);
+}
+
+// The most values of a channel that are looked at before a segment is gone through.
+constexpr int kMaxSamples = 32;
+
+// The position of sample number `sample` of `samples`, spread over `count` positions.
+inline int64_t sample_position(int sample, int samples, int64_t count) {
+  return count * (2 * sample + 1) / (2 * samples);
+}
+
 // Calls function(item) for each.
 template <typename Function>
 void for_each_item(const Geometry& geometry, const Partition& partition, const Function& function) {

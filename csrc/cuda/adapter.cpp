@@ -85,6 +85,10 @@ ChannelVector to_channel_output(const std::optional<Tensor>& tensor) {
   return {tensor->mutable_data_ptr(), tensor->stride(0), to_dtype(tensor->scalar_type())};
 }
 
+void check_no_mask(const char* op, const std::optional<Tensor>& mask) {
+  SYNCBN_CHECK(!mask.has_value(), op, ": expected no mask, which only CPU tensors may have");
+}
+
 const void* to_data(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }

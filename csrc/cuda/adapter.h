@@ -34,6 +34,9 @@ class Device {
 ChannelVector to_channel_input(const std::optional<Tensor>& tensor);
 ChannelVector to_channel_output(const std::optional<Tensor>& tensor);
 
+// Masks are for CPU tensors. On CUDA the Python layer fills the places that they leave out.
+void check_no_mask(const char* op, const std::optional<Tensor>& mask);
+
 // Null where there is none. Read only.
 const void* to_data(const std::optional<Tensor>& tensor);
 

@@ -60,9 +60,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
     std::optional<Tensor> constants, int64_t activation, double negative_slope,
-    std::optional<Tensor> residual, std::optional<Tensor> output) {
+    std::optional<Tensor> residual, std::optional<Tensor> output, std::optional<Tensor> mask) {
   constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_dz";
   const Device device(input);
+  check_no_mask(kOp, mask);
   check_input(kOp, "input", input);
   const Tensor dz = allocate_like(input);
   auto [sums, grad_weight, grad_bias] =
@@ -76,7 +77,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
     ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
-    std::optional<Tensor> constants, int64_t activation, double negative_slope) {
+    std::optional<Tensor> constants, int64_t activation, double negative_slope,
+    std::optional<Tensor> mask) {
+  check_no_mask("syncbn::batch_norm_backward_reduce", mask);
   return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
                 weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
 }

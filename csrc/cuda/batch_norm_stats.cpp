@@ -6,8 +6,10 @@
 
 namespace syncbn::cuda {
 
-Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook) {
+Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook,
+                        std::optional<Tensor> mask) {
   const Device device(input);
+  check_no_mask("syncbn::batch_norm_stats", mask);
   const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
   const int64_t channels = geometry.channels;
   const Announcement announcement = to_announcement(tag, outlook);

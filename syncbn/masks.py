@@ -1,0 +1,61 @@
+"""Masks of places that count in no statistics, and operators under one where ours take none."""
+
+import torch
+from torch import Tensor
+
+__all__ = ["as_places", "broadcasts", "clear", "clear_", "fill", "take_out_"]
+
+
+def broadcasts(mask: Tensor, input: Tensor) -> bool:
+    """Whether a mask is one of the input's places: (N, 1, ...) or (N, ...), or with sizes of 1."""
+    if mask.dim() == input.dim():
+        places = (*input.shape[:1], 1, *input.shape[2:])
+    else:
+        places = (*input.shape[:1], *input.shape[2:])
+    return len(places) == mask.dim() and all(
+        size in (1, full) for size, full in zip(mask.shape, places, strict=True)
+    )
+
+
+def as_places(mask: Tensor, input: Tensor) -> Tensor:
+    """Return a checked mask as operators take it: contiguous, with the input's shape without C."""
+    if mask.dim() == input.dim():
+        mask = mask.squeeze(1)
+    return mask.expand(input.shape[:1] + input.shape[2:]).contiguous()
+
+
+def clear(tensor: Tensor, places: Tensor) -> Tensor:
+    """Return the tensor with zeros at masked places, from which no gradient comes."""
+    return torch.where(places.unsqueeze(1), tensor, 0.0)
+
+
+def clear_(tensor: Tensor, places: Tensor) -> None:
+    """Set a tensor that nobody else has to zero at masked places."""
+    tensor.masked_fill_(~places.unsqueeze(1), 0.0)
+
+
+def fill(input: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the input with a value of each channel, near its mean, at masked places; and those.
+
+    The mean of the first value of each sample that counts: float64 [C], each a value of the input's
+    dtype.
+    """
+    num_samples, channels = input.shape[:2]
+    values = input.reshape(num_samples, channels, -1)
+    of_samples = places.reshape(num_samples, 1, -1)
+    if values.numel() == 0:
+        return input, input.new_zeros(channels, dtype=torch.float64)
+    first = of_samples.byte().argmax(2, keepdim=True)
+    counts = of_samples.any(2)
+    found = values.gather(2, first.expand(-1, channels, -1)).squeeze(2).double()
+    mean = torch.where(counts, found, 0.0).sum(0) / counts.sum().clamp(min=1)
+    filling = mean.to(input.dtype)
+    shape = (1, -1) + (1,) * (input.dim() - 2)
+    return torch.where(places.unsqueeze(1), input, filling.view(shape)), filling.double()
+
+
+def take_out_(message: Tensor, filling: Tensor, places: Tensor) -> None:
+    """Take what places were filled with out of a message of :func:`syncbn.ops.batch_norm_stats`."""
+    number = places.numel() - places.sum(dtype=torch.float64).view(1)
+    filled = torch.cat([filling * number, filling.square() * number, number])
+    message[: filled.size(0)] -= filled
