@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import cases
 import torch
-from cases import DTYPES, OPS, arguments, make_input, operator
+from cases import DTYPES, MASKED_OPS, OPS, arguments, make_input, operator
 from fuzzing import fuzz, st
 from torch import Tensor
 
@@ -129,7 +129,7 @@ class Example(NamedTuple):
 
 @st.composite
 def examples(draw: st.DrawFn) -> Example:
-    name = draw(st.sampled_from(OPS))
+    name = draw(st.sampled_from(OPS + MASKED_OPS))
     shapes = [(2, 3), (3, 4, 5), (2, 1, 3), (1, 3, 2, 2), (2, 3, 4, 5), (4, 40, 3), (2, 2, 200)]
     shapes += [(0, 3, 2), (1, 3)]
     shape = draw(st.sampled_from(shapes))

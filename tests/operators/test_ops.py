@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import COMPILED_OPS, DTYPES, OPS, arguments, make_input, operator
+from cases import COMPILED_OPS, DTYPES, MASKED_OPS, OPS, arguments, make_input, operator
 
 
 @pytest.mark.usefixtures("each_device")
@@ -61,7 +61,7 @@ def test_tensors_that_are_read_keep_sharing_their_memory(name):
 
 @pytest.mark.parametrize("shape", [(3, 2, 131, 257), (129, 65), (64, 300, 7, 7)])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", OPS + MASKED_OPS)
 def test_same_bits_for_any_number_of_threads(name, layout, shape):
     if len(shape) == 2 and layout == "channels_last":
         layout = "contiguous"
@@ -152,7 +152,7 @@ def test_tensor_without_memory_is_named(name):
                 operator(name)(*args)
 
 
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", OPS + MASKED_OPS)
 def test_meta_tensor_among_others_is_an_error(name):
     args = arguments(name, X)
     indexes = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]

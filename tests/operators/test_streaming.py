@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import DTYPES, make_input
+from cases import DTYPES, make_input, make_mask
 from operator_times import shortest_time
 
 from syncbn import ops
@@ -51,6 +51,18 @@ def test_large_outputs_are_those_of_their_parts(image, layout, dtype):
     torch.full_like(x, torch.nan)
     parts = [backward(*both) for both in zip(dy.split(8), x.split(8), strict=True)]
     assert torch.equal(backward(dy, x), torch.cat(parts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("image", "layout"), INPUTS)
+def test_large_masked_outputs_are_those_without_a_mask_or_zero(image, layout, dtype):
+    x = make_input(large_shape(image, dtype), layout, dtype)
+    mask = make_mask(x)
+    normalization = (ops.batch_norm_stats(x), None, None, None, None, None, 0.1, 1e-5)
+    torch.full_like(x, torch.nan)
+    masked, *_ = ops.batch_norm_apply(x, *normalization, mask=mask)
+    plain, *_ = ops.batch_norm_apply(x, *normalization)
+    assert torch.equal(masked, torch.where(mask.unsqueeze(1), plain, 0.0))
 
 
 def test_large_outputs_of_any_planes_are_written_fast():

@@ -17,6 +17,8 @@ OPS += ["batch_norm_forward fused", "batch_norm_backward fused"]
 OPS += ["batch_norm_apply fused", "batch_norm_backward_reduce fused"]
 OPS += ["batch_norm_backward_apply fused", "batch_norm_backward_reduce_dz of SiLU"]
 RELU, SILU = 1, 3
+# Those that take a mask, on CPUs alone.
+MASKED_OPS = [f"{name} masked" for name in OPS if len(name.split()) == 1]
 # Those of compiled graphs, which are written in Python over the others.
 COMPILED_OPS = ["compiled_stats", "compiled_update", "compiled_backward_reduce"]
 COMPILED_OPS += ["compiled_materialize"]
@@ -84,6 +86,7 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
     dtypes = (parameter_dtype, torch.float64)
     sums = torch.ones(2 * channels, dtype=torch.float64, device=x.device)
     constants, other = torch.cat([var, mean]), x.clone()
+    mask = make_mask(x)
     apply = (x, totals, vector, vector.clone(), *running, None, 1e-5)
     reduce = (x.clone(), x, mean, var, *dtypes)
     backward_apply = (x.clone(), x, mean, var, vector, sums, totals[-1:].clone())
@@ -109,11 +112,28 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_forward fused": (*forward, other, SILU, 0.0, constants),
         "batch_norm_backward": backward,
         "batch_norm_backward fused": (*backward, constants, RELU, 0.0),
+        "batch_norm_stats masked": (x, None, 0.0, mask),
+        "batch_norm_apply masked": (*apply, None, None, other, SILU, 0.0, constants, mask),
+        "batch_norm_backward_reduce masked": (*reduce, None, 0.0, constants, SILU, 0.0, mask),
+        "batch_norm_backward_reduce_dz masked": (
+            *(*reduce, None, 0.0),
+            *(constants, SILU, 0.0, other, None, mask),
+        ),
+        "batch_norm_backward_apply masked": (*backward_apply, None, None, None, 0, 0.0, mask),
+        "batch_norm_forward masked": (*forward, None, 0, 0.0, None, mask),
+        "batch_norm_backward masked": (*backward, None, 0, 0.0, mask),
         "compiled_stats": (x, None, torch.empty(0)),
         "compiled_update": (totals, *running, None, 1e-5, x.dtype, None),
         "compiled_backward_reduce": (x.clone(), x, mean, var, *dtypes),
         "compiled_materialize": (vector,),
     }[name]
+
+
+def make_mask(x: Tensor, seed: int = 5) -> Tensor:
+    """Return a mask, as operators take it, of about two thirds of the places."""
+    generator = torch.Generator().manual_seed(seed)
+    places = torch.rand(x.shape[:1] + x.shape[2:], generator=generator, device="cpu")
+    return (places < 2 / 3).to(x.device)
 
 
 def make_vector(channels: int, dtype: torch.dtype, *, seed: int) -> Tensor:

@@ -1,0 +1,280 @@
+"""Operators under a mask, against float64 on the places alone that it leaves. On CPUs."""
+
+import math
+
+import pytest
+import torch
+from cases import (
+    MASKED_OPS,
+    SHAPES,
+    all_cases,
+    arguments,
+    make_input,
+    make_mask,
+    operator,
+    reference_moments,
+    sum_tolerance,
+    to_layout,
+)
+
+from syncbn import ops
+from syncbn.activations import NUMBERS
+
+# Planes and rows whose pieces end anywhere.
+MANY = [(20, 70, 9, 11), (300, 6, 50), (300, 40, 5, 5), (70, 600, 3)]
+CASES = all_cases([*SHAPES, *MANY])
+NONSENSE = torch.tensor([math.nan, math.inf, -math.inf])
+
+
+def spoil(x, mask):
+    """Return the tensor with NaN and infinities at masked places."""
+    nonsense = NONSENSE.to(x.dtype)[torch.arange(x.numel()) % 3].view(x.shape)
+    spoiled = torch.where(mask.unsqueeze(1), x, nonsense)
+    return torch.empty_like(x).copy_(spoiled)  # in the layout of x
+
+
+def valid(x, mask):
+    """Return the values that count, as rows: [n, C]."""
+    return x.movedim(1, -1)[mask]
+
+
+def cleared(x, mask):
+    return torch.where(mask.unsqueeze(1), x, 0.0)
+
+
+def operands(shape, layout, dtype):
+    x = make_input(shape, layout, dtype)
+    mask = make_mask(x)
+    dy, residual = (make_input(shape, layout, dtype, mean=0.1, std=1.0, seed=s) for s in (1, 2))
+    return x, dy, residual, mask
+
+
+@pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
+def test_moments_match_float64(shape, layout, dtype):
+    x, _, _, mask = operands(shape, layout, dtype)
+    message = ops.batch_norm_stats(spoil(x, mask), mask=mask)
+    check_moments(message, valid(x, mask))
+
+
+def check_moments(message, rows):
+    n, channels = rows.shape
+    assert message[-1] == n
+    if n == 0:
+        assert not message.any()
+        return
+    mean = message[:channels] / n
+    var = message[channels:-1] / n - mean * mean
+    expected_mean, expected_var = reference_moments(rows)
+    assert ((mean - expected_mean).abs() <= sum_tolerance(rows.dtype, rows.double()) / n).all()
+    # As in test_batch_norm_stats.py.
+    message_error = 4 * torch.finfo(torch.float64).eps * (expected_mean.square() + expected_var)
+    squares_error = sum_tolerance(rows.dtype, (rows.double() - expected_mean).square()) / n
+    assert ((var - expected_var).abs() <= squares_error + message_error).all()
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("share", [0.001, 0.1, 0.999])
+@pytest.mark.parametrize("ratio", [1e2, 1e3, 1e4])
+def test_variance_survives_a_large_mean(layout, share, ratio):
+    x = make_input((16, 5, 24, 24), layout, torch.float32, mean=ratio, std=1.0)
+    mask = torch.rand(16, 24, 24, generator=torch.Generator().manual_seed(0)) < share
+    message = ops.batch_norm_stats(spoil(x, mask), mask=mask)
+    rows = valid(x, mask)
+    mean = message[:5] / message[-1]
+    var = message[5:10] / message[-1] - mean * mean
+    _, expected = reference_moments(rows)
+    # As in test_batch_norm_stats.py.
+    bound = 4 * 1.1e-16 * ratio**2 + 1e-6
+    torch.testing.assert_close(var, expected, rtol=bound, atol=0.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_misleading_samples_cost_no_accuracy(layout, dtype):
+    """The CPU guesses each mean from a few values, all of which are far off here."""
+    x = make_input((1, 3, 128, 128), "contiguous", dtype, mean=0.0, std=1.0)
+    mask = make_mask(x)
+    places = mask.flatten().nonzero().flatten()
+    x.view(3, -1)[:, places[[len(places) * (2 * i + 1) // 16 for i in range(8)]]] = 1e3
+    message = ops.batch_norm_stats(to_layout(spoil(x, mask), layout), mask=mask)
+    check_moments(message, valid(x, mask))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("places", [0, 1, 2])
+def test_few_places(layout, places):
+    x = make_input((3, 5, 40, 7), layout, torch.float32)
+    mask = torch.zeros(3, 40, 7, dtype=torch.bool)
+    mask[2, 39, :places] = True
+    check_moments(ops.batch_norm_stats(spoil(x, mask), mask=mask), valid(x, mask))
+
+
+def test_segments_without_places():
+    """Whole items of work, in the middle and at the ends, have nothing to count."""
+    x = make_input((3, 2, 131, 2570), "contiguous", torch.float32)
+    for sample in range(3):
+        mask = torch.zeros(3, 131, 2570, dtype=torch.bool)
+        mask[sample, ::2] = True
+        check_moments(ops.batch_norm_stats(spoil(x, mask), mask=mask), valid(x, mask))
+
+
+@pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_outputs_are_those_without_a_mask_or_zero(shape, layout, dtype, activation):
+    """The same bits: a mask changes statistics, and what is computed from them not at all."""
+    x, dy, residual, mask = operands(shape, layout, dtype)
+    totals = ops.batch_norm_stats(x, mask=mask)
+    constants = None if activation is None else x.new_empty(2 * shape[1], dtype=torch.float64)
+    following = (NUMBERS[activation], 0.25, constants)
+    normalization = (totals, None, None, None, None, None, 0.1, 1e-5, None, None)
+    spoiled, spoiled_residual = spoil(x, mask), spoil(residual, mask)
+    for own, other in ((None, None), (residual, spoiled_residual)):
+        plain, mean, invstd, count = ops.batch_norm_apply(x, *normalization, own, *following)
+        output, *_ = ops.batch_norm_apply(spoiled, *normalization, other, *following, mask=mask)
+        assert output.stride() == x.stride()
+        assert torch.equal(output, cleared(plain, mask))
+    through = (constants, *following[:2])
+    sums = totals.new_ones(2 * shape[1])
+    of_input = (mean, invstd, None, sums, count, None, None, *through)
+    plain = ops.batch_norm_backward_apply(dy, x, *of_input)
+    grad = ops.batch_norm_backward_apply(spoil(dy, mask), spoiled, *of_input, mask=mask)
+    assert torch.equal(grad, cleared(plain, mask))
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
+def test_sums_match_float64(shape, layout, dtype, activation):
+    x, dy, _, mask = operands(shape, layout, dtype)
+    rows, dy_rows = valid(x, mask), valid(dy, mask)
+    if len(rows) == 0:
+        rows, dy_rows = rows.new_zeros(1, shape[1]), rows.new_zeros(1, shape[1])
+    mean, var = reference_moments(rows)
+    invstd = (var + 1e-5).rsqrt()
+    constants = None if activation is None else torch.cat([invstd, torch.zeros_like(mean)])
+    through = (None, 0.0, constants, NUMBERS[activation], 0.0)
+    dtypes = (torch.float64, torch.float64)
+    spoiled = (spoil(dy, mask), spoil(x, mask))
+    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
+        *spoiled, mean, invstd, *dtypes, *through, mask=mask
+    )
+    xhat = (rows.double() - mean) * invstd
+    dz = dy_rows.double()
+    if activation == "silu":
+        z = xhat
+        dz = dz * torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z)))
+    # A few roundings of dz itself and of z, which is computed in float.
+    extra = 1 if activation is None else 4
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    bound = extra * sum_tolerance(dtype, dz) + 8 * eps * (extra - 1) * dy_rows.double().abs().sum(0)
+    assert ((sums[: shape[1]] - dz.sum(0)).abs() <= bound).all()
+    # Half an eps of the deviation from the center, which is the mean rounded to float.
+    terms = dz * xhat
+    bound = extra * sum_tolerance(dtype, terms) + 8 * eps * (
+        dz.abs() * (xhat.abs() + extra - 1) + mean.abs() * invstd * dz.abs()
+    ).sum(0)
+    assert ((sums[shape[1] :] - terms.sum(0)).abs() <= bound).all()
+    assert torch.equal(grad_weight, sums[shape[1] :]) and torch.equal(grad_bias, sums[: shape[1]])
+
+
+@pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
+@pytest.mark.parametrize("activation", ["relu", "silu"])
+def test_stored_gradients_are_those_without_a_mask_or_zero(shape, layout, dtype, activation):
+    x, dy, residual, mask = operands(shape, layout, dtype)
+    mean, var = reference_moments(x)
+    invstd = (var + 1e-5).rsqrt()
+    is_silu = activation == "silu"
+    constants = torch.cat([invstd, torch.zeros_like(mean)]) if is_silu else None
+    given = (residual, None) if is_silu else (None, residual)  # which has any sign
+    reduction = (mean, invstd, torch.float64, torch.float64, None, 0.0)
+    through = (constants, NUMBERS[activation], 0.25)
+    *_, plain = ops.batch_norm_backward_reduce_dz(dy, x, *reduction, *through, *given)
+    spoiled = (None if t is None else spoil(t, mask) for t in (dy, x, *given))
+    grad, values, *others = spoiled
+    sums, *_, dz = ops.batch_norm_backward_reduce_dz(
+        grad, values, *reduction, *through, *others, mask=mask
+    )
+    assert torch.equal(dz, cleared(plain, mask))
+    # Of the unrounded gradient: half an eps off each value that was stored, or of the least normal.
+    stored = valid(dz, mask).double()
+    info = torch.finfo(dtype)
+    rounding = info.eps / 2 * stored.abs().clamp(min=info.smallest_normal).sum(0)
+    bound = sum_tolerance(dtype, dz) + rounding
+    assert ((sums[: shape[1]] - stored.sum(0)).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("name", MASKED_OPS)
+def test_opcheck(name, layout, dtype):
+    torch.library.opcheck(
+        operator(name),
+        arguments(name, make_input((3, 4, 5, 2), layout, dtype)),
+        test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+X = make_input((3, 4, 5), "contiguous", torch.float32)
+
+
+@pytest.mark.parametrize("name", MASKED_OPS)
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (torch.ones(3, 5), "have dtype bool, but got float32"),
+        (
+            torch.ones(3, 4, dtype=torch.bool),
+            r"be contiguous and .* without its channels, but got \[3, 4\]",
+        ),
+        (torch.ones(3, 1, 5, dtype=torch.bool), r"be .* its channels, but got \[3, 1, 5\]"),
+        (torch.ones(5, 3, dtype=torch.bool).t(), r"be contiguous .* with strides \[1, 3\]"),
+    ],
+)
+def test_bad_mask_is_named(name, bad, message):
+    args = arguments(name, X)
+    with pytest.raises(RuntimeError, match=f"^syncbn::batch_norm_.*: expected mask to {message}"):
+        operator(name)(*args[:-1], bad)
+
+
+@pytest.mark.parametrize("name", MASKED_OPS)
+def test_mask_without_memory_is_named(name):
+    args = arguments(name, X)
+    args[-1].untyped_storage().resize_(14)
+    with pytest.raises(RuntimeError, match="mask to have memory for its values.* 14 bytes$"):
+        operator(name)(*args)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1e3])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_devices_whose_operators_take_no_mask(monkeypatch, dtype, layout, ratio):
+    """Filled places give what the CPU's operators do; CUDA has this way alone."""
+    x = make_input((6, 5, 9, 7), layout, dtype, mean=ratio)
+    mask = make_mask(x)
+    mask[1] = False
+    dy, residual = (make_input(x.shape, layout, dtype, std=1.0, seed=s) for s in (1, 2))
+    spoiled = [spoil(tensor, mask) for tensor in (x, dy, residual)]
+    through = (x.new_empty(10, dtype=torch.float64), NUMBERS["silu"], 0.0)
+
+    def run():
+        x, dy, residual = spoiled
+        following = (*through[1:], through[0])
+        message = ops.batch_norm_stats(x, mask=mask)
+        output, mean, invstd, count = ops.batch_norm_forward(
+            x, None, None, None, None, None, 0.1, 1e-5, residual, *following, mask=mask
+        )
+        dtypes = (torch.float64, torch.float64)
+        grads = ops.batch_norm_backward(
+            dy, x, mean, invstd, None, count, *dtypes, *through, mask=mask
+        )
+        *sums, dz = ops.batch_norm_backward_reduce_dz(
+            dy, x, mean, invstd, *dtypes, None, 0.0, *through, residual, None, mask=mask
+        )
+        return message, output, mean, invstd, count, *grads, *sums, dz
+
+    expected = run()
+    monkeypatch.setattr(ops, "_as_keyword", lambda mask, input: {})
+    for actual, right in zip(run(), expected, strict=True):
+        # Float sums of squares of values that are a few standard deviations from what fills them,
+        # 1e-6 of which the message's own rounding is 1.1e-16 * ratio²; then a rounding to dtype.
+        eps = 2 * torch.finfo(actual.dtype).eps if actual.dim() > 1 else 0.0
+        torch.testing.assert_close(actual, right, rtol=2e-6 + eps, atol=2e-6 * ratio + eps)
