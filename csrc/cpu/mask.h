@@ -56,6 +56,20 @@ SYNCBN_INLINE Bits<T> bits_of(const T& value) {
   return bits;
 }
 
+// Copies without the call that a copy of unknown length is: it takes as long as a short row.
+template <typename Isa, typename T>
+SYNCBN_INLINE void copy(const T* from, int64_t count, T* to) {
+  constexpr int64_t kVector = Isa::kVectorBytes / sizeof(T);
+  if (count < kVector) {
+    std::memcpy(static_cast<void*>(to), from, count * sizeof(T));
+    return;
+  }
+  for (int64_t i = 0; i < count; i += kVector) {
+    const int64_t at = std::min(i, count - kVector);
+    std::memcpy(static_cast<void*>(to + at), from + at, Isa::kVectorBytes);
+  }
+}
+
 // Fills `lanes` with the bytes of a mask, again and again: a row's channels share its places.
 SYNCBN_INLINE void repeat_mask(const uint8_t* mask, int64_t inner, int64_t width, uint8_t* lanes) {
   std::memcpy(lanes, mask, inner);
@@ -87,22 +101,27 @@ struct SelectPlanes {
 };
 
 // Copies rows of `width` values that lie `stride` apart, masked places as `fills` has them, a value
-// for each column. `mask` is that of the first row, `lanes` memory for a row's.
+// for each column. `mask` is that of the first row, `lanes` memory for a row's. Rows of one place
+// are left out where it is masked; `copied` is the number of the others.
 template <typename T>
 struct SelectRows {
   template <typename Isa>
   static SYNCBN_INLINE void run(const T* from, int64_t stride, int64_t width, int64_t inner,
                                 const uint8_t* mask, int64_t rows, const T* fills, uint8_t* lanes,
-                                T* to) {
+                                T* to, int64_t* copied) {
     const auto* fill_bits = reinterpret_cast<const detail::Bits<T>*>(fills);
-    for (int64_t row = 0; row < rows; ++row, from += stride, to += width, mask += inner) {
-      if (inner == 1) {
-        std::memcpy(static_cast<void*>(to), *mask != 0 ? from : fills, width * sizeof(T));
-        continue;
+    const T* const begin = to;
+    for (int64_t row = 0; row < rows; ++row, from += stride, mask += inner) {
+      if (inner > 1) {
+        detail::repeat_mask(mask, inner, width, lanes);
+        detail::select(from, lanes, [=](int64_t i) { return fill_bits[i]; }, width, to);
+        to += width;
+      } else if (*mask != 0) {
+        detail::copy<Isa>(from, width, to);
+        to += width;
       }
-      detail::repeat_mask(mask, inner, width, lanes);
-      detail::select(from, lanes, [=](int64_t i) { return fill_bits[i]; }, width, to);
     }
+    *copied = (to - begin) / width;
   }
 };
 

@@ -9,7 +9,7 @@
 namespace syncbn::cpu {
 
 // Values of a tensor in a piece, which the caches hold beside those of the other tensors.
-constexpr int64_t kPieceValues = 8192;
+constexpr int64_t kPieceValues = 4096;
 
 // What takes the place of a tensor's values at masked places: a value for each of the item's
 // channels; null for zeros. They must give terms of zero.
@@ -103,22 +103,32 @@ void masked_row_sums(const SummedTensors<Formula, T>& tensors, const uint8_t* ma
     const int64_t rows = std::min(piece_rows, item.length - done);
     const int64_t first_row = item.begin + done;
     const int64_t at = first_row * stride + item.channel * inner;
+    const uint8_t* const of_rows = mask + first_row * inner;
+    int64_t copied = 0;
     for (int i = 0; i < memory.kInputs; ++i) {
-      dispatch_isa<SelectRows<T>>(tensors.inputs[i] + at, stride, width, inner,
-                                  mask + first_row * inner, rows, &fill_rows[i][0], &lanes[0],
-                                  memory.input(i));
+      dispatch_isa<SelectRows<T>>(tensors.inputs[i] + at, stride, width, inner, of_rows, rows,
+                                  &fill_rows[i][0], &lanes[0], memory.input(i), &copied);
     }
-    const Geometry of_piece{rows, item.channels, inner};
-    const Item all{0, 0, item.channels, 0, rows};
-    dispatch_isa<RowSums<Formula, T>>(&piece, &of_piece, &all, &constants, &piece_weights[0],
-                                      &piece_products[0]);
-    for (int64_t c = 0; c < item.channels; ++c) {
-      weights[c] += piece_weights[c];
-      products[c] += piece_products[c];
+    const Geometry of_piece{copied, item.channels, inner};
+    const Item all{0, 0, item.channels, 0, copied};
+    if (copied > 0) {
+      dispatch_isa<RowSums<Formula, T>>(&piece, &of_piece, &all, &constants, &piece_weights[0],
+                                        &piece_products[0]);
+      for (int64_t c = 0; c < item.channels; ++c) {
+        weights[c] += piece_weights[c];
+        products[c] += piece_products[c];
+      }
     }
     if constexpr (Formula<T>::kStores) {
+      const T* from = memory.output();
       for (int64_t row = 0; row < rows; ++row) {
-        std::copy_n(memory.output() + row * width, width, tensors.output + at + row * stride);
+        T* const to = tensors.output + at + row * stride;
+        if (inner == 1 && of_rows[row] == 0) {
+          std::fill_n(to, width, T{});
+        } else {
+          std::copy_n(from, width, to);
+          from += width;
+        }
       }
     }
   }

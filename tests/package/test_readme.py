@@ -17,6 +17,7 @@ DOCUMENTS = [
     "docs/failures.md",
     "docs/fusion.md",
     "docs/integrations.md",
+    "docs/masks.md",
     "docs/numerics.md",
     "docs/pytorch2.md",
     "docs/statistics.md",
@@ -48,6 +49,17 @@ def test_code_of_the_statistics_runs_in_one_process_and_in_two(tmp_path, launch)
         code = f"import torch\ntorch.distributed.init_process_group('gloo')\n{code}"
     (tmp_path / "statistics_of_layers.py").write_text(code)
     command = [sys.executable, *launch, "statistics_of_layers.py"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("launch", [[], TWO_PROCESSES])
+def test_code_of_the_masks_runs_in_one_process_and_in_two(tmp_path, launch):
+    (code,) = blocks("python", (ROOT / "docs/masks.md").read_text())
+    if launch:
+        code = f"import torch\ntorch.distributed.init_process_group('gloo')\n{code}"
+    (tmp_path / "masked.py").write_text(code)
+    command = [sys.executable, *launch, "masked.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
