@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import collectives, errors, exchange, layout, local, passes, tracing
+from syncbn import collectives, devices, errors, exchange, layout, local, passes, tracing
 from syncbn import compiled as compiled  # registers compiled_update
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
@@ -89,7 +89,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels = input.size(1)
     output = torch.empty_like(layout.as_dense(input))
-    totals = input.new_empty(2 * channels + 1, dtype=torch.float64)
+    place = devices.of_statistics(input.device)
+    totals = input.new_empty(2 * channels + 1, dtype=torch.float64, device=place)
     mean, invstd = totals.new_empty(channels), totals.new_empty(channels)
     return output, totals, mean, invstd, totals.new_empty(1)
 

@@ -1,5 +1,7 @@
 """The operators as typed Python calls, and their fake kernels.
 
+Those of :mod:`syncbn.plain` stand in where csrc has none for a device.
+
 csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula.
 """
 
@@ -7,6 +9,8 @@ import torch
 from torch import Tensor
 
 from syncbn import _extension as _extension  # registers the operators
+from syncbn import devices
+from syncbn import plain as plain  # registers them for all other devices
 
 __all__ = [
     "PassesDifferError",
@@ -251,17 +255,34 @@ for _name in (*_REDUCTIONS, "apply", "backward_apply", "forward", "backward"):
     _library.impl(f"batch_norm_{_name}", torch.library.fallthrough_kernel)
 
 
-def _check_one_device(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError where one tensor on the meta device has brought the others along."""
-    devices = {str(tensor.device) for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        raise RuntimeError(f"syncbn: expected all tensors on one device, but got {sorted(devices)}")
+def _check_devices(input: Tensor, vectors: list[Tensor | None], *statistics: Tensor | None) -> None:
+    """Raise RuntimeError where one tensor on the meta device has brought the others along.
+
+    ``statistics`` are float64, and so on the CPU where the input's device has no float64.
+    """
+    tensors = [(tensor, input.device) for tensor in vectors]
+    tensors += [(tensor, devices.of_statistics(input.device)) for tensor in statistics]
+    found = {(str(tensor.device), str(place)) for tensor, place in tensors if tensor is not None}
+    if any(device != place for device, place in found):
+        devices_found = sorted({str(input.device)} | {device for device, _ in found})
+        raise RuntimeError(f"syncbn: expected all tensors on one device, but got {devices_found}")
+
+
+def _new_statistics(input: Tensor, size: int) -> Tensor:
+    place = devices.of_statistics(input.device)
+    return input.new_empty(size, dtype=torch.float64, device=place)
+
+
+def _new_gradient(input: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float64:
+        return _new_statistics(input, input.size(1))
+    return input.new_empty(input.size(1), dtype=dtype)
 
 
 @torch.library.register_fake("syncbn::batch_norm_stats")
 def _(input: Tensor, tag: float | None = None, outlook: float = 0.0) -> Tensor:
     size = 2 * input.size(1) + (1 if tag is None else 4)
-    return input.new_empty(size, dtype=torch.float64)
+    return _new_statistics(input, size)
 
 
 @torch.library.register_fake("syncbn::batch_norm_apply")
@@ -282,8 +303,8 @@ def _(
     negative_slope: float = 0.0,
     constants: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    _check_one_device(input, totals, *vectors, residual, constants)
+    vectors = [weight, bias, running_mean, running_var, num_batches_tracked, residual]
+    _check_devices(input, vectors, totals, constants)
     channels = input.size(1)
     return (
         torch.empty_like(input),
@@ -307,12 +328,12 @@ def _(
     activation: int = 0,
     negative_slope: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_one_device(grad_output, input, mean, invstd, constants)
+    _check_devices(input, [grad_output], mean, invstd, constants)
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels + (0 if tag is None else 4)),
-        mean.new_empty(channels, dtype=weight_dtype),
-        mean.new_empty(channels, dtype=bias_dtype),
+        _new_gradient(input, weight_dtype),
+        _new_gradient(input, bias_dtype),
     )
 
 
@@ -332,12 +353,12 @@ def _(
     residual: Tensor | None,
     output: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_one_device(grad_output, input, mean, invstd, constants, residual, output)
+    _check_devices(input, [grad_output, residual, output], mean, invstd, constants)
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels + (0 if tag is None else 4)),
-        mean.new_empty(channels, dtype=weight_dtype),
-        mean.new_empty(channels, dtype=bias_dtype),
+        _new_gradient(input, weight_dtype),
+        _new_gradient(input, bias_dtype),
         torch.empty_like(input),
     )
 
@@ -357,7 +378,7 @@ def _(
     activation: int = 0,
     negative_slope: float = 0.0,
 ) -> Tensor:
-    _check_one_device(grad_output, input, mean, invstd, weight, sums, count, constants)
+    _check_devices(input, [grad_output, weight], mean, invstd, sums, count, constants)
     return torch.empty_like(input)
 
 
@@ -376,10 +397,10 @@ def _(
     negative_slope: float = 0.0,
     constants: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    _check_one_device(input, *vectors, residual, constants)
-    mean, invstd = (input.new_empty(input.size(1), dtype=torch.float64) for _ in range(2))
-    return torch.empty_like(input), mean, invstd, input.new_empty(1, dtype=torch.float64)
+    vectors = [weight, bias, running_mean, running_var, num_batches_tracked, residual]
+    _check_devices(input, vectors, constants)
+    mean, invstd = (_new_statistics(input, input.size(1)) for _ in range(2))
+    return torch.empty_like(input), mean, invstd, _new_statistics(input, 1)
 
 
 @torch.library.register_fake("syncbn::batch_norm_backward")
@@ -396,8 +417,6 @@ def _(
     activation: int = 0,
     negative_slope: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_one_device(grad_output, input, mean, invstd, weight, count, constants)
-    grad_weight, grad_bias = (
-        input.new_empty(input.size(1), dtype=dtype) for dtype in (weight_dtype, bias_dtype)
-    )
+    _check_devices(input, [grad_output, weight], mean, invstd, count, constants)
+    grad_weight, grad_bias = (_new_gradient(input, dtype) for dtype in (weight_dtype, bias_dtype))
     return torch.empty_like(input), grad_weight, grad_bias

@@ -7,7 +7,17 @@ tracer recorded. A graph of torch.compile is in :mod:`syncbn.compiled`.
 import torch
 from torch import Tensor
 
-from syncbn import activations, checks, errors, exchange, layout, ops, reference, tracing
+from syncbn import (
+    activations,
+    checks,
+    devices,
+    errors,
+    exchange,
+    layout,
+    ops,
+    reference,
+    tracing,
+)
 from syncbn.activations import NUMBERS, Through
 from syncbn.agreement import Record
 from syncbn.arguments import Arguments
@@ -105,12 +115,13 @@ def backward(
     if torch.is_grad_enabled():
         if through is not None:
             z = _argument(saved, through, eps, group, layer)
-            grad_output = activations.gradient(grad_output.double(), z, *through[:2])
+            dy = grad_output.to(devices.widest(input.device))
+            grad_output = activations.gradient(dy, z, *through[:2])
         grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
             grad_output, input, weight, eps, group, layer
         )
-        grad_weight = layout.cast(grad_weight, weight_dtype)
-        grad_bias = layout.cast(grad_bias, bias_dtype or torch.float64)
+        grad_weight = grad_weight if weight is None else layout.cast(grad_weight, weight.dtype)
+        grad_bias = grad_bias if bias_dtype is None else layout.cast(grad_bias, bias_dtype)
         grad_output = layout.cast(grad_output, input.dtype)
     elif group is None and needs_grad_input and not (through and through.is_stored(input)):
         source = () if through is None else through.for_operators()
@@ -170,7 +181,7 @@ def _argument(
     input, weight, mean, _, _ = saved
     if through.activation == "silu":
         z = reference.batch_norm(input, weight, through.bias, eps, group, layer)
-        return z if through.residual is None else z + through.residual.double()
+        return z if through.residual is None else z + through.residual.to(z.dtype)
     if through.constants is not None:
         return reference.normalize_again(input.detach(), mean, through.constants)
     assert through.output is not None
