@@ -17,8 +17,12 @@ import syncbn
 from benchmarks.timer import host_clock, interleave
 from syncbn import ops
 
-SHAPES = {"memory": (16, 64, 112, 112), "cache": (8, 128, 28, 28), "sequences": (32, 256, 400)}
-TINY = {"tiny": (2, 3, 4)}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "memory": (16, 64, 112, 112),
+    "cache": (8, 128, 28, 28),
+    "sequences": (32, 256, 400),
+}
+TINY: dict[str, tuple[int, ...]] = {"tiny": (2, 3, 4)}
 
 
 def masks(shape: tuple[int, ...]) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@
 import contextlib
 import sys
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +19,20 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
 __all__ = [
     "INPUT_CHECK",
     "PRE_DISPATCH",
     "BatchNormBase",
     "FakeTensor",
+    "all_gather",
     "all_reduce",
     "apply_function",
     "are_transforms_active",
     "children",
     "compiled_original",
+    "constant_in_graphs",
     "count_operations",
     "device_types",
     "does_as_its_class",
@@ -37,6 +42,7 @@ __all__ = [
     "is_compiled",
     "is_dispatch_key_included",
     "is_exporting",
+    "is_initialized",
     "is_mode_recording",
     "is_registered",
     "jit_tracing_state",
@@ -89,6 +95,15 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
+def constant_in_graphs(function: FunctionT) -> FunctionT:
+    """Have compilers call a function while they trace, and keep what it returned.
+
+    ``torch.compiler.assume_constant_result`` takes Dynamo, whose import takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def saved_tensors_hooks() -> Any:
     """Return the hooks that pack what autograd saves, such as a checkpoint's; None without."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -114,6 +129,12 @@ def device_types(group: "ProcessGroup") -> set[str]:
     return {device.type for device in group._device_types}
 
 
+def is_initialized(device_type: str) -> bool:
+    """Whether this process has begun to use devices of the type."""
+    module = getattr(torch, device_type, None)
+    return module is not None and bool(getattr(module, "is_initialized", lambda: False)())
+
+
 def count_operations(group: "ProcessGroup", device: torch.device) -> int:
     """Return the number of operations that the backend has counted.
 
@@ -131,8 +152,15 @@ def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
     return started
 
 
+def all_gather(tensor: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    """Start to gather a vector of each rank of a group, by an operator that graphs keep."""
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    started: Tensor = gather(tensor, num_ranks, group_name)
+    return started
+
+
 def wait(started: Tensor) -> Tensor:
-    """Wait for the sum that :func:`all_reduce` has started, by an operator that graphs keep."""
+    """Wait for what :func:`all_reduce` or :func:`all_gather` has started, likewise."""
     summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
     return summed
 

@@ -131,6 +131,7 @@ class History:
         self.registered = _torch_private.is_registered(group)
         self.adds_up = collectives.adds_up(group)
         self.labels = collectives.is_debugging()
+        self.sum_messages = collectives.sum_function(group)
         self.num_passes = 0
         self.size = 0  # of this rank's message
         self.num_judged = group.size()  # ranks, in the pass that a verdict is of
@@ -206,8 +207,8 @@ class History:
         return number * group.size() if self.adds_up else number
 
     def hear(self, record: Record, totals: Tensor) -> None:
-        """Keep the sums of a pass, whose end tells what the ranks expect, on the CPU."""
-        if self.last is record and totals.is_cpu and type(totals) is Tensor:
+        """Keep the sums of a pass, whose end tells what the ranks expect, but on CUDA."""
+        if self.last is record and not totals.is_cuda and type(totals) is Tensor:
             self.totals = totals
 
     def size_to_meet(
@@ -273,7 +274,7 @@ class History:
         message = torch.zeros(expected, dtype=torch.float64, device=device)
         tag = float(_spread(_spread(self.size) + int(record.tag)))
         message[-3] = tag
-        totals = collectives.all_reduce_sum(message, group)
+        totals = self.sum_messages(message, group, "")
         check_sound(totals, self.sum_of(tag, group))
 
     def _compare_in_store(
@@ -312,7 +313,7 @@ class History:
         """
         self.num_comparisons += 1
         try:
-            number = _torch_private.count_operations(group, device)
+            number = collectives.count_operations(group, device)
         except RuntimeError:
             return None
         store = collectives.store_of(group)

@@ -29,12 +29,10 @@ def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
     if (
         _is_input_ordinary(input, arguments)
         and _are_vectors_ordinary(input, arguments)
-        and input.device.type in _extension.device_types
         and not (alone and input.numel() == input.size(1))
     ):
         return
     check_input(input, arguments.num_features, arguments.dims)
-    check_device(input)
     check_channel_vectors(input, arguments)
     check_running(arguments)
     check_not_expanded(arguments)
@@ -51,7 +49,8 @@ def check_before_operator(input: Tensor, arguments: Arguments) -> None:
     """Make the checks of a training pass without other ranks that its operator leaves out.
 
     After an error of the operator :func:`check_training` says in better words what is wrong. In a
-    group that would be too late: ranks have met by then.
+    group that would be too late: ranks have met by then. The operators of :mod:`syncbn.plain` check
+    nothing.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the checks below do.
@@ -362,17 +361,6 @@ def check_no_transform() -> None:
         raise NotImplementedError(
             "SyncBatchNorm in training mode cannot be traced by torch.jit.trace; call eval() or "
             "syncbn.revert_sync_batchnorm first"
-        )
-
-
-def check_device(input: Tensor) -> None:
-    """Raise NotImplementedError unless the operators exist for the input's device."""
-    if input.device.type not in _extension.device_types:
-        reason = f": {_extension.cuda_missing}" if input.device.type == "cuda" else ""
-        raise NotImplementedError(
-            f"syncbn has no operators for {input.device.type!r} tensors in this build, only for "
-            f"{', '.join(_extension.device_types)}{reason}; `python -m syncbn.collect_env` shows "
-            "what was built"
         )
 
 

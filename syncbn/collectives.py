@@ -1,8 +1,10 @@
 """Process groups and the all-reduce: the only file that calls torch.distributed's functions.
 
-A forward or backward pass makes one call of :func:`all_reduce_sum`, or two: see agreement.py.
+A forward or backward pass makes one call of :func:`all_reduce_sum`, or two: see agreement.py. In a
+group whose only devices have no float64, it is :func:`all_gather_sum`.
 """
 
+from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import _torch_private
+from syncbn import _torch_private, devices
 
 __all__ = [
     "DeviceMesh",
@@ -18,9 +20,11 @@ __all__ = [
     "Store",
     "Work",
     "adds_up",
+    "all_gather_sum",
     "all_reduce_sum",
     "are_equal",
     "checked_group",
+    "count_operations",
     "gather",
     "global_rank",
     "group_named",
@@ -31,8 +35,9 @@ __all__ = [
     "name_of",
     "new_subgroup",
     "resolve_group",
-    "start_all_reduce",
+    "start_sum",
     "store_of",
+    "sum_function",
     "world",
 ]
 
@@ -49,6 +54,9 @@ if TYPE_CHECKING or _AVAILABLE:
     )
 else:
     DeviceMesh = ProcessGroup = Store = Work = Any
+
+# all_reduce_sum or all_gather_sum: of a message, a group and a label.
+Sum = Callable[[Tensor, ProcessGroup, str], Tensor]
 
 # Returned by torch.distributed.new_group on a rank that is not a member.
 _NON_MEMBER = -100
@@ -187,8 +195,32 @@ def is_debugging() -> bool:
 def likely_device(group: ProcessGroup) -> torch.device:
     """Return where the other ranks' tensors probably are, for a rank that has none of its own."""
     backends = _torch_private.device_types(group)
-    on_cuda = "cuda" in backends and ("cpu" not in backends or torch.cuda.is_initialized())
-    return torch.device("cuda" if on_cuda else "cpu")
+    for kind in sorted(backends - {"cpu"}):
+        if "cpu" not in backends or _torch_private.is_initialized(kind):
+            return torch.device(kind)
+    return torch.device("cpu")
+
+
+def _gathers(group: ProcessGroup) -> bool:
+    """Whether messages are on the CPU and the group only has backends for other devices."""
+    is_remote = "cpu" not in _torch_private.device_types(group)
+    return is_remote and not devices.has_float64(likely_device(group))
+
+
+def sum_function(group: ProcessGroup) -> Sum:
+    """Return the function that sums the group's messages."""
+    return all_gather_sum if _gathers(group) else all_reduce_sum
+
+
+def count_operations(group: ProcessGroup, device: torch.device) -> int:
+    """Return how many operations the backend has counted that messages on the device go through.
+
+    Raises:
+        RuntimeError: The backend does not count them.
+    """
+    if _gathers(group):
+        device = likely_device(group)
+    return _torch_private.count_operations(group, device)
 
 
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:
@@ -207,9 +239,43 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tens
     return tensor
 
 
-def start_all_reduce(tensor: Tensor, group: ProcessGroup) -> Work | None:
-    """Start to sum ``tensor`` over the group's ranks, in place; return what can be waited for."""
-    work: Work | None = dist.all_reduce(tensor, group=group, async_op=True)
+def all_gather_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:
+    """Do as :func:`all_reduce_sum` with float64 on the CPU, by a backend for another device.
+
+    That device has no float64: what it moves are the bits, as int32, and the values of all ranks
+    are added up on the CPU, in the order of the ranks, so that all of them get the same.
+    """
+    if label:
+        with torch.profiler.record_function(label):
+            total: Tensor = _named(label, all_gather_sum)(tensor, group, "")
+            return total
+    bits = _bits(tensor, group)
+    if _torch_private.num_dispatch_modes() > 0 and name_of(group):
+        started = _torch_private.all_gather(bits, group.size(), group.group_name)
+        gathered = _torch_private.wait(started)
+    else:
+        gathered = bits.new_empty(group.size() * bits.numel())
+        dist.all_gather_into_tensor(gathered, bits, group=group)
+    ranks = gathered.cpu().view(torch.float64).view(group.size(), -1)
+    total = ranks[0].clone()
+    for values in ranks[1:]:
+        total += values
+    return total
+
+
+def _bits(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    return tensor.view(torch.int32).to(likely_device(group))
+
+
+def start_sum(tensor: Tensor, group: ProcessGroup) -> Work | None:
+    """Start to take part in a sum, whose result is not needed; return what can be waited for."""
+    work: Work | None
+    if _gathers(group):
+        bits = _bits(tensor, group)
+        gathered = bits.new_empty(group.size() * bits.numel())
+        work = dist.all_gather_into_tensor(gathered, bits, group=group, async_op=True)
+    else:
+        work = dist.all_reduce(tensor, group=group, async_op=True)
     return work
 
 

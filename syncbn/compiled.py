@@ -135,7 +135,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             group_name,
             identity,
         )
-        dtype = _compute_dtype(input)
+        dtype = layout.compute_dtype(input)
         rounded_mean = layout.cast(mean, dtype)
         scale = invstd if weight is None else invstd * weight
         shift = (rounded_mean - mean) * scale
@@ -168,7 +168,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         sums = _sum_over_ranks(sums, ctx.group_name, "backward", identity)[: 2 * mean.size(0)]
         grad_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            dtype = _compute_dtype(input)
+            dtype = layout.compute_dtype(input)
             mean_dy, mean_dy_xhat = (sums / count.clamp(min=1)).chunk(2)
             scale = invstd if weight is None else invstd * weight
             slope = -scale * invstd * mean_dy_xhat
@@ -198,16 +198,11 @@ def _sum_over_ranks(
     return _torch_private.wait(reduced)
 
 
-def _compute_dtype(input: Tensor) -> torch.dtype:
-    return torch.float64 if input.dtype == torch.float64 else torch.float32
-
-
 def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
     """Return values [C] in ``dtype`` to be combined with ``input``, computed once per channel."""
     constants = layout.cast(torch.stack(values), dtype)
     torch.ops.syncbn.compiled_materialize.default(constants)
-    shape = (1, -1) + (1,) * (input.dim() - 2)
-    return tuple(constant.view(shape) for constant in constants.unbind())
+    return tuple(layout.per_channel(constant, input) for constant in constants.unbind())
 
 
 _library = torch.library.Library("syncbn", "FRAGMENT")

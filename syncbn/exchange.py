@@ -8,6 +8,7 @@ from syncbn import (
     agreement,
     checks,
     collectives,
+    devices,
     errors,
     layout,
     masks,
@@ -161,15 +162,16 @@ def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
         NotImplementedError, RuntimeError: As :func:`sum_over_ranks`.
     """
     record = history_of(group).record(layer, "double backward")
-    end = values.new_tensor([0.0, record.tag, record.outlook, record.outlook**2])
-    message = torch.cat([values, end])
+    statistics = values.to(devices.of_statistics(values.device)).to(torch.float64)
+    end = statistics.new_tensor([0.0, record.tag, record.outlook, record.outlook**2])
+    message = torch.cat([statistics, end])
     _enter(message, group, record)
     totals = sum_over_ranks(message, group, record)
     judge(totals, group, record)
     if totals.is_cuda:  # which is not waited for
         sound = totals[-3] == record.history.sum_of(record.tag, group)
         totals = torch.where(sound, totals, torch.nan)
-    return totals[:-4]
+    return totals[:-4].to(values.dtype).to(values.device)
 
 
 def each_rank(flag: bool, group: ProcessGroup, layer: Identity, device: torch.device) -> list[bool]:
@@ -183,7 +185,8 @@ def each_rank(flag: bool, group: ProcessGroup, layer: Identity, device: torch.de
     flags = [0.0] * group.size()
     flags[group.rank()] = float(flag)
     end = [0.0, record.tag, record.outlook, record.outlook**2]
-    message = torch.tensor([*flags, *end], dtype=torch.float64, device=device)
+    place = devices.of_statistics(device)
+    message = torch.tensor([*flags, *end], dtype=torch.float64, device=place)
     _enter(message, group, record)
     totals = judge_now(sum_over_ranks(message, group, record), group, record)
     return [value != 0 for value in totals[:-4].tolist()]
@@ -199,11 +202,11 @@ def sum_over_ranks(message: Tensor, group: ProcessGroup | None, record: Record |
     if group is None or record is None:
         return message
     try:
-        label = record.label if record.history.labels else ""
-        totals = collectives.all_reduce_sum(message, group, label)
+        history = record.history
+        totals = history.sum_messages(message, group, record.label if history.labels else "")
     except (RuntimeError, ValueError) as error:
         raise errors.of_collective(error, group, record) from error
-    record.history.hear(record, totals)
+    history.hear(record, totals)
     return totals
 
 
@@ -256,7 +259,7 @@ def _check_join(group: ProcessGroup, layer: Identity) -> None:
 
 
 def judge(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> None:
-    """Raise RuntimeError unless all ranks have made this pass, as far as the CPU has values."""
+    """Raise RuntimeError unless all ranks have made this pass, as far as the sums have values."""
     if group is None or record is None or not _has_values(totals):
         return
     record = _pass_of(totals, group, record)
@@ -297,7 +300,8 @@ def judge_for(
 
 
 def _has_values(totals: Tensor) -> bool:
-    return totals.is_cpu and type(totals) is Tensor
+    """Whether the sums can be looked at: not on meta, nor on CUDA, which is not waited for."""
+    return type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
 
 
 def _pass_of(totals: Tensor, group: ProcessGroup, record: Record) -> Record:

@@ -11,6 +11,7 @@ from torch import Tensor
 from syncbn import (
     activations,
     collectives,
+    devices,
     errors,
     exchange,
     layout,
@@ -108,7 +109,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels = input.size(1)
     output = torch.empty_like(layout.as_dense(input))
-    totals = input.new_empty(2 * channels + 1, dtype=torch.float64)
+    place = devices.of_statistics(input.device)
+    totals = input.new_empty(2 * channels + 1, dtype=torch.float64, device=place)
     mean, invstd = totals.new_empty(channels), totals.new_empty(channels)
     return output, totals, mean, invstd, totals.new_empty(1)
 

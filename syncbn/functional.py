@@ -1,5 +1,6 @@
 """sync_batch_norm(), and the autograd Function of the two passes."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from syncbn import (
     checks,
     collectives,
     compiled,
+    devices,
     errors,
     exchange,
     exported,
@@ -95,8 +97,8 @@ def sync_batch_norm(
         ValueError: An argument of the wrong shape, device or value; one value per channel without
             other ranks; a rank outside of ``process_group``, or a group that was destroyed;
             ranks with different C.
-        NotImplementedError: Training on a device without operators, in a torch.func transform, or
-            under DistributedDataParallel.join().
+        NotImplementedError: Training in a torch.func transform, or under
+            DistributedDataParallel.join().
         RuntimeError: Another rank failed, left, did not come or runs another layer.
 
     Example:
@@ -188,6 +190,10 @@ def train(
     # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
     # this one calls, and they would find a compiler.
     if torch.compiler.is_compiling() and not _torch_private.is_exporting():
+        if isinstance(input, Tensor) and not devices.has_float64(input.device):
+            return _train_uncompiled(  # type: ignore[no-any-return]
+                input, arguments, process_group, layer, observe
+            )
         return compiled.train(input, arguments, group, layer)
     if tracing.is_recorded():
         return exported.train(input, arguments, group, identity_of(layer))
@@ -228,6 +234,14 @@ def train(
     return applied
 
 
+def _train(input: Tensor, *others: Any) -> Tensor:
+    warnings.warn(f"a SyncBatchNorm layer runs uncompiled: {_NO_FLOAT64}", stacklevel=2)
+    return train(input, *others)
+
+
+_NO_FLOAT64 = "its device has no float64, in which a graph would hold its statistics"
+_train_uncompiled = torch.compiler.disable(_train, reason=_NO_FLOAT64)
+
 torch.fx.wrap("train")  # symbolic tracing records the call
 
 
@@ -259,7 +273,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
         activation = ctx.activation = arguments.activation
         constants = None
         if activation is not None:
-            constants = input.new_empty(2 * input.size(1), dtype=torch.float64)
+            place = input.device if input.is_cpu else devices.of_statistics(input.device)
+            constants = input.new_empty(2 * input.size(1), dtype=torch.float64, device=place)
         if residual is not arguments.residual:
             arguments = arguments._replace(residual=residual)
         output, mean, invstd, count = passes.normalize(

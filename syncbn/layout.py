@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-__all__ = ["as_dense", "cast"]
+__all__ = ["as_dense", "cast", "compute_dtype", "per_channel"]
 
 # Dimensions from the fastest to the slowest, where the channel is the fastest.
 _CHANNELS_LAST = {
@@ -38,6 +38,16 @@ def _memory_format(tensor: Tensor) -> torch.memory_format:
             return torch.contiguous_format
         least = stride * size if size > 1 else stride
     return channels_last
+
+
+def per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """Return values [C] in a shape to be combined with a tensor (N, C, ...)."""
+    return values.view((1, -1) + (1,) * (like.dim() - 2))
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    """Return the dtype that the values of an input are computed in."""
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn import checks
+from syncbn import checks, devices
 from syncbn.arguments import Arguments
 
 __all__ = ["batch_norm", "evaluate", "train"]
@@ -26,7 +26,7 @@ def train(input: Tensor, arguments: Arguments) -> Tensor:
     if counter is not None:
         counter.add_(1)
         if momentum is None:
-            share = 1 / counter.double()
+            share = 1 / counter.to(devices.widest(counter.device))
     running_mean, running_var = arguments.running_mean, arguments.running_var
     own = _in_torchs_dtypes(input, arguments)
     if running_mean is None or running_var is None:
@@ -39,8 +39,8 @@ def train(input: Tensor, arguments: Arguments) -> Tensor:
     of_batch = own._replace(running_mean=mean, running_var=var, momentum=1.0)
     output = batch_norm(input, of_batch, training=True)
     for running, batch in ((running_mean, mean), (running_var, var)):
-        old = running.double()
-        running.copy_(old + (batch.double() - old) * share)
+        old = running.to(devices.widest(running.device))
+        running.copy_(old + (batch.to(old.dtype) - old) * share)
     return output
 
 

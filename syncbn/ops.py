@@ -1,14 +1,16 @@
 """The operators as typed Python calls, and their fake kernels.
 
-csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula. A ``mask``
-is that of :func:`syncbn.masks.as_places`: operators take one on CPUs; elsewhere masked places are
-filled before sums and set to zero behind outputs.
+csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula. Those of
+:mod:`syncbn.plain` stand in where csrc has none for a device. A ``mask`` is that of
+:func:`syncbn.masks.as_places`: operators take one on CPUs; elsewhere masked places are filled
+before sums and set to zero behind outputs.
 """
 
 import torch
 from torch import Tensor
 
-from syncbn import _extension, masks  # registers the operators
+from syncbn import devices, masks  # registers the operators
+from syncbn import plain as plain  # registers them for all other devices
 
 __all__ = [
     "PassesDifferError",
@@ -61,7 +63,7 @@ def _in_its_class(error: RuntimeError) -> RuntimeError:
 
 def _as_keyword(mask: Tensor, input: Tensor) -> dict[str, Tensor]:
     """Return the mask for an operator; nothing where the operators take none."""
-    return {"mask": mask} if input.is_cpu and "cpu" in _extension.device_types else {}
+    return {"mask": mask} if input.is_cpu and devices.has_operators(input.device) else {}
 
 
 def batch_norm_stats(
@@ -306,20 +308,37 @@ for _name in (*_REDUCTIONS, "apply", "backward_apply", "forward", "backward"):
     _library.impl(f"batch_norm_{_name}", torch.library.fallthrough_kernel)
 
 
-def _check_one_device(*tensors: Tensor | None) -> None:
-    """Raise RuntimeError where one tensor on the meta device has brought the others along."""
-    devices = {str(tensor.device) for tensor in tensors if tensor is not None}
-    if len(devices) > 1:
-        raise RuntimeError(f"syncbn: expected all tensors on one device, but got {sorted(devices)}")
+def _check_devices(input: Tensor, vectors: list[Tensor | None], *statistics: Tensor | None) -> None:
+    """Raise RuntimeError where one tensor on the meta device has brought the others along.
+
+    ``statistics`` are float64, and so on the CPU where the input's device has no float64.
+    """
+    tensors = [(tensor, input.device) for tensor in vectors]
+    tensors += [(tensor, devices.of_statistics(input.device)) for tensor in statistics]
+    found = {(str(tensor.device), str(place)) for tensor, place in tensors if tensor is not None}
+    if any(device != place for device, place in found):
+        devices_found = sorted({str(input.device)} | {device for device, _ in found})
+        raise RuntimeError(f"syncbn: expected all tensors on one device, but got {devices_found}")
+
+
+def _new_statistics(input: Tensor, size: int) -> Tensor:
+    place = devices.of_statistics(input.device)
+    return input.new_empty(size, dtype=torch.float64, device=place)
+
+
+def _new_gradient(input: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float64:
+        return _new_statistics(input, input.size(1))
+    return input.new_empty(input.size(1), dtype=dtype)
 
 
 @torch.library.register_fake("syncbn::batch_norm_stats")
 def _(
     input: Tensor, tag: float | None = None, outlook: float = 0.0, mask: Tensor | None = None
 ) -> Tensor:
-    _check_one_device(input, mask)
+    _check_devices(input, [mask])
     size = 2 * input.size(1) + (1 if tag is None else 4)
-    return input.new_empty(size, dtype=torch.float64)
+    return _new_statistics(input, size)
 
 
 @torch.library.register_fake("syncbn::batch_norm_apply")
@@ -341,8 +360,8 @@ def _(
     constants: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    _check_one_device(input, totals, *vectors, residual, constants, mask)
+    vectors = [weight, bias, running_mean, running_var, num_batches_tracked, residual, mask]
+    _check_devices(input, vectors, totals, constants)
     channels = input.size(1)
     return (
         torch.empty_like(input),
@@ -367,12 +386,12 @@ def _(
     negative_slope: float = 0.0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_one_device(grad_output, input, mean, invstd, constants, mask)
+    _check_devices(input, [grad_output, mask], mean, invstd, constants)
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels + (0 if tag is None else 4)),
-        mean.new_empty(channels, dtype=weight_dtype),
-        mean.new_empty(channels, dtype=bias_dtype),
+        _new_gradient(input, weight_dtype),
+        _new_gradient(input, bias_dtype),
     )
 
 
@@ -393,12 +412,12 @@ def _(
     output: Tensor | None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_one_device(grad_output, input, mean, invstd, constants, residual, output, mask)
+    _check_devices(input, [grad_output, residual, output, mask], mean, invstd, constants)
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels + (0 if tag is None else 4)),
-        mean.new_empty(channels, dtype=weight_dtype),
-        mean.new_empty(channels, dtype=bias_dtype),
+        _new_gradient(input, weight_dtype),
+        _new_gradient(input, bias_dtype),
         torch.empty_like(input),
     )
 
@@ -419,7 +438,7 @@ def _(
     negative_slope: float = 0.0,
     mask: Tensor | None = None,
 ) -> Tensor:
-    _check_one_device(grad_output, input, mean, invstd, weight, sums, count, constants, mask)
+    _check_devices(input, [grad_output, weight, mask], mean, invstd, sums, count, constants)
     return torch.empty_like(input)
 
 
@@ -439,10 +458,10 @@ def _(
     constants: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    _check_one_device(input, *vectors, residual, constants, mask)
-    mean, invstd = (input.new_empty(input.size(1), dtype=torch.float64) for _ in range(2))
-    return torch.empty_like(input), mean, invstd, input.new_empty(1, dtype=torch.float64)
+    vectors = [weight, bias, running_mean, running_var, num_batches_tracked, residual, mask]
+    _check_devices(input, vectors, constants)
+    mean, invstd = (_new_statistics(input, input.size(1)) for _ in range(2))
+    return torch.empty_like(input), mean, invstd, _new_statistics(input, 1)
 
 
 @torch.library.register_fake("syncbn::batch_norm_backward")
@@ -460,8 +479,6 @@ def _(
     negative_slope: float = 0.0,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _check_one_device(grad_output, input, mean, invstd, weight, count, constants, mask)
-    grad_weight, grad_bias = (
-        input.new_empty(input.size(1), dtype=dtype) for dtype in (weight_dtype, bias_dtype)
-    )
+    _check_devices(input, [grad_output, weight, mask], mean, invstd, count, constants)
+    grad_weight, grad_bias = (_new_gradient(input, dtype) for dtype in (weight_dtype, bias_dtype))
     return torch.empty_like(input), grad_weight, grad_bias

@@ -7,7 +7,18 @@ tracer recorded. A graph of torch.compile is in :mod:`syncbn.compiled`.
 import torch
 from torch import Tensor
 
-from syncbn import activations, checks, errors, exchange, layout, masks, ops, reference, tracing
+from syncbn import (
+    activations,
+    checks,
+    devices,
+    errors,
+    exchange,
+    layout,
+    masks,
+    ops,
+    reference,
+    tracing,
+)
 from syncbn.activations import NUMBERS, Through
 from syncbn.agreement import Record
 from syncbn.arguments import Arguments
@@ -111,12 +122,13 @@ def backward(
             grad_output = masks.clear(grad_output, mask)
         if through is not None:
             z = _argument(saved, through, eps, group, layer, mask)
-            grad_output = activations.gradient(grad_output.double(), z, *through[:2])
+            dy = grad_output.to(devices.widest(input.device))
+            grad_output = activations.gradient(dy, z, *through[:2])
         grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
             grad_output, input, weight, eps, group, layer, mask
         )
-        grad_weight = layout.cast(grad_weight, weight_dtype)
-        grad_bias = layout.cast(grad_bias, bias_dtype or torch.float64)
+        grad_weight = grad_weight if weight is None else layout.cast(grad_weight, weight.dtype)
+        grad_bias = grad_bias if bias_dtype is None else layout.cast(grad_bias, bias_dtype)
         grad_output = layout.cast(grad_output, input.dtype)
     elif group is None and needs_grad_input and not (through and through.is_stored(input)):
         source = () if through is None else through.for_operators()
@@ -184,7 +196,7 @@ def _argument(
         if through.residual is None:
             return z
         residual = through.residual if mask is None else masks.clear(through.residual, mask)
-        return z + residual.double()
+        return z + residual.to(z.dtype)
     if through.constants is not None:
         return reference.normalize_again(input.detach(), mean, through.constants)
     assert through.output is not None

@@ -56,8 +56,10 @@ class Population:
         if self.count == 0:
             return "no values"
         with torch.no_grad():
-            mean = self.mean.to(self.running_mean)
-            var = (self.m2 / max(self.count - 1, 1)).to(self.running_var)
+            var = self.m2 / max(self.count - 1, 1)
+            # First the dtype: the device may have no float64.
+            mean = self.mean.to(self.running_mean.dtype).to(self.running_mean.device)
+            var = var.to(self.running_var.dtype).to(self.running_var.device)
             is_finite = mean.isfinite() & var.isfinite()
             self.running_mean.copy_(torch.where(is_finite, mean, self.running_mean))
             self.running_var.copy_(torch.where(is_finite, var, self.running_var))

@@ -1,7 +1,8 @@
 """The mathematics in plain differentiable PyTorch: slow, and right to any order of derivative.
 
-Computes in float64 and uses no operator of ours. Tests and benchmarks compare with it, and
-:mod:`syncbn.functional` takes it where a backward pass is itself to be differentiated.
+Computes in float64, or in float32 on a device without it, and uses no operator of ours. Tests and
+benchmarks compare with it, and :mod:`syncbn.functional` takes it where a backward pass is itself to
+be differentiated.
 
 Formulas: Ioffe and Szegedy, "Batch Normalization" (2015), with the sums taken over all ranks.
 """
@@ -11,15 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import exchange, masks
+from syncbn import devices, exchange, layout, masks, plain
 from syncbn.collectives import ProcessGroup
 from syncbn.identity import ANONYMOUS, Identity
 
 __all__ = ["batch_norm", "batch_norm_backward", "normalize_again"]
-
-
-def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    return values.view((1, -1) + (1,) * (like.dim() - 2))
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -47,20 +44,20 @@ def _sum_over_group(values: Tensor, group: ProcessGroup | None, layer: Identity)
 def _normalize(
     input: Tensor, eps: float, group: ProcessGroup | None, layer: Identity, mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return xhat in float64, 1/std per channel, and the number of values per channel."""
+    """Return xhat, 1/std per channel, and the number of values per channel."""
     dims = [d for d in range(input.dim()) if d != 1]
-    x = input.double()
+    x = input.to(devices.widest(input.device))
     local_count = x.new_full((1,), input.numel() / input.size(1))
     if mask is not None:
         x, local_count = masks.clear(x, mask), mask.sum(dtype=x.dtype).view(1)
     totals = _sum_over_group(torch.cat([x.sum(dims), local_count]), group, layer)
     count = totals[-1:].clamp(min=1)
-    centered = x - _per_channel(totals[:-1] / count, x)
+    centered = x - layout.per_channel(totals[:-1] / count, x)
     if mask is not None:
         centered = masks.clear(centered, mask)
     variance = _sum_over_group((centered * centered).sum(dims), group, layer) / count
     invstd = (variance + eps).rsqrt()
-    return centered * _per_channel(invstd, x), invstd, count
+    return centered * layout.per_channel(invstd, x), invstd, count
 
 
 def batch_norm(
@@ -85,13 +82,13 @@ def batch_norm(
             others are normalized to 0, to which the bias is added.
 
     Returns:
-        float64, shape of ``input``.
+        Shape of ``input``; float64, or float32 on a device without it.
     """
     output, _, _ = _normalize(input, eps, group, layer, mask)
     if weight is not None:
-        output = output * _per_channel(weight.double(), output)
+        output = output * layout.per_channel(weight.to(output.dtype), output)
     if bias is not None:
-        output = output + _per_channel(bias.double(), output)
+        output = output + layout.per_channel(bias.to(output.dtype), output)
     return output
 
 
@@ -102,16 +99,19 @@ def normalize_again(input: Tensor, mean: Tensor, constants: Tensor) -> Tensor:
 
     Args:
         input: Shape (N, C, ...).
-        mean: float64 [C].
+        mean: float64 [C], on the CPU if the device has no float64, as ``constants``.
         constants: float64 [2C], of :func:`syncbn.ops.batch_norm_apply`.
 
     Returns:
         Shape and dtype of ``input``.
     """
-    dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
+    dtype = layout.compute_dtype(input)
     center, scale, shift = (
-        _per_channel(values.to(dtype), input) for values in (mean, *constants.chunk(2))
+        layout.per_channel(values.to(dtype).to(input.device), input)
+        for values in (mean, *constants.chunk(2))
     )
+    if not devices.has_operators(input.device):
+        return plain.multiply_add(input, center, scale, shift).to(input.dtype)
     # The product of two float32 is exact in float64.
     z = (input.to(dtype) - center).double() * scale.double() + shift.double()
     return z.to(dtype).to(input.dtype)
@@ -139,16 +139,17 @@ def batch_norm_backward(
 
     Returns:
         Gradients of input (its dtype and shape; of the sum over all ranks), of weight and of bias
-        (float64 [C]; of this rank alone).
+        ([C], in the dtype of :func:`batch_norm`; of this rank alone).
     """
     xhat, invstd, count = _normalize(input, eps, group, layer, mask)
     dims = [d for d in range(input.dim()) if d != 1]
-    dy = grad_output.double()
+    dy = grad_output.to(xhat.dtype)
     grad_bias, grad_weight = dy.sum(dims), (dy * xhat).sum(dims)
     means = _sum_over_group(torch.cat([grad_bias, grad_weight]), group, layer) / count
     mean_dy, mean_dy_xhat = means.chunk(2)
-    scale = invstd if weight is None else invstd * weight.double()
-    grad_input = dy - _per_channel(mean_dy, dy) - xhat * _per_channel(mean_dy_xhat, dy)
+    scale = invstd if weight is None else invstd * weight.to(dy.dtype)
+    grad_input = dy - layout.per_channel(mean_dy, dy) - xhat * layout.per_channel(mean_dy_xhat, dy)
     if mask is not None:
         grad_input = masks.clear(grad_input, mask)
-    return (grad_input * _per_channel(scale, dy)).to(input.dtype), grad_weight, grad_bias
+    grad_input = grad_input * layout.per_channel(scale, dy)
+    return grad_input.to(input.dtype), grad_weight, grad_bias

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from syncbn import _torch_private, agreement, collectives, errors, reports
+from syncbn import _torch_private, agreement, collectives, devices, errors, reports
 from syncbn.agreement import history_of
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup, Work
@@ -59,6 +59,7 @@ def _start(
     """Tell why this rank withdraws, and start to do so; ``size`` as of a message, if known."""
     if device is None:
         device = collectives.likely_device(group)
+    device = devices.of_statistics(device)
     history = history_of(group)
     work = None
     # An error in here must not hide that of the rank.
@@ -71,7 +72,7 @@ def _start(
         words = reports.write_withdrawal(group, history, error)
         size = history.size_to_meet(size, words, group, device)
         if size:
-            work = collectives.start_all_reduce(_message(size, device), group)
+            work = collectives.start_sum(_message(size, device), group)
     history.forget()
     return work
 
@@ -98,7 +99,7 @@ def _count_channels(input: object, arguments: Arguments | None) -> int | None:
 def send(group: ProcessGroup, size: int, device: torch.device) -> None:
     """Take part in the collective of the other ranks, with a withdrawal."""
     with contextlib.suppress(RuntimeError, ValueError):
-        collectives.all_reduce_sum(_message(size, device), group)
+        history_of(group).sum_messages(_message(size, device), group, "")
 
 
 def _message(size: int, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import emulated
+import hidden
 import paths as paths  # finds benchmarks and tools
 import pytest
 import torch
@@ -30,6 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hidden.hide()
+    if hidden.kind() is not None:
+        config.addinivalue_line("filterwarnings", "ignore:syncbn has no operators for 'cpu'")
+        config.addinivalue_line("filterwarnings", "ignore:syncbn has no operators for 'standin'")
     folder = config.getoption("works")
     if folder is not None:
         config.pluginmanager.register(Recorder(folder))

@@ -6,14 +6,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from paths import ROOT
 
 import syncbn
-from syncbn import _extension, checks
+from syncbn import _extension, plain
 
 PACKAGE = Path(syncbn.__file__).parent
 OPERATORS = (
@@ -147,12 +146,13 @@ def test_torch_without_cuda_loads_the_cpu_operators_and_says_so(prepare, words):
     assert re.search(words, result.stdout)
 
 
-def test_cuda_tensor_without_cuda_operators_is_an_error_with_the_reason(monkeypatch):
-    monkeypatch.setattr(_extension, "device_types", ("cpu", "meta"))
+def test_announcement_of_cuda_tensors_without_operators_gives_the_reason(monkeypatch):
+    monkeypatch.setattr(plain, "_announced", False)
     monkeypatch.setattr(_extension, "cuda_missing", "it was built without them")
-    tensor = SimpleNamespace(device=torch.device("cuda"))
-    with pytest.raises(NotImplementedError, match="no operators for 'cuda'.*built without them"):
-        checks.check_device(tensor)
+    with pytest.warns(
+        UserWarning, match="no operators for 'cuda'.*built without them.*collect_env"
+    ):
+        plain._announce(torch.device("cuda"))
 
 
 def configure(tmp_path, setting, nvcc=None):

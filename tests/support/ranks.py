@@ -197,10 +197,12 @@ def _serve(
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **_nccl_on_shared_gpus(rank), **env})
 
+    import hidden
     import torch
     import torch.distributed as dist
     from torch.utils._pytree import tree_map_only
 
+    hidden.hide()
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())

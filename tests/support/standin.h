@@ -1,0 +1,14 @@
+// What the stand-in device's kernels and its backend have in common.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace standin {
+
+bool is_ours(const at::Tensor& tensor);
+
+// The tensor over the same memory as a tensor of the host; others as they are. Raises for float64
+// where the device has none.
+at::Tensor to_host(const at::Tensor& tensor);
+
+}  // namespace standin

@@ -1,0 +1,98 @@
+"""A stand-in for devices that have no operators: the type "standin", with float64 or without.
+
+``install()`` makes it a device of this process. Its memory is the host's and torch's CPU operators
+compute (standin.cpp); otherwise it is a device of its own, which refuses tensors of the CPU and,
+``without_float64()``, float64. ``init_process_group("standin")`` gives it a backend.
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import os
+import sysconfig
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from emulated import compile_cxx, in_parallel
+from paths import ROOT
+
+from syncbn import devices
+
+SUPPORT = ROOT / "tests" / "support"
+SOURCES = [SUPPORT / "standin.cpp", SUPPORT / "standin_backend.cpp"]
+
+
+def build() -> Path:
+    """Compile the device for this torch, if that has not been done, and return the library."""
+    texts = [path.read_bytes() for path in (*SOURCES, SUPPORT / "standin.h")]
+    digest = hashlib.blake2b(b"".join([torch.__version__.encode(), *texts]), digest_size=8)
+    folder = ROOT / "build" / f"standin-{digest.hexdigest()}"
+    library = folder / "standin_library.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    package = Path(torch.__file__).parent
+    includes = [f"-isystem{package / 'include'}", f"-isystem{sysconfig.get_path('include')}"]
+    objects = [folder / f"{source.name}.{os.getpid()}.o" for source in SOURCES]
+
+    def compile_one(source: Path, target: Path) -> None:
+        compile_cxx(*includes, "-c", source, "-o", target)
+
+    in_parallel(compile_one, SOURCES, objects)
+    part = folder / f"{os.getpid()}.so"
+    libraries = [f"-L{package / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
+    compile_cxx("-shared", *objects, *libraries, "-o", part)
+    part.replace(library)  # at once, for other processes
+    return library
+
+
+@functools.cache
+def install() -> None:
+    """Make the device one of this process."""
+    torch.utils.rename_privateuse1_backend("standin")
+    spec = importlib.util.spec_from_file_location("standin_library", build())
+    assert spec is not None and spec.loader is not None
+    library = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(library)
+    torch.ops.standin.register()
+    torch._register_device_module("standin", _module())
+
+    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+        return library.backend(dist.ProcessGroupGloo(store, rank, size, timeout))
+
+    dist.Backend.register_backend("standin", create, devices=["standin"])
+
+
+def _module() -> Any:
+    """Return what torch.standin is: what checkpoints, autocast and seeds ask of a device."""
+    module: Any = types.ModuleType("torch.standin")
+    module.is_available = module.is_initialized = lambda: True
+    module.device_count = lambda: 1
+    module.current_device = lambda: 0
+    module.device = contextlib.nullcontext
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None  # the CPU's generator draws
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    return module
+
+
+@contextlib.contextmanager
+def without_float64() -> Iterator[None]:
+    """Refuse float64 on the device."""
+    set_float64(False)
+    try:
+        yield
+    finally:
+        set_float64(True)
+
+
+def set_float64(supported: bool) -> None:
+    torch.ops.standin.set_float64(supported)
+    devices._found.clear()  # what was found out of the device until now
