@@ -12,6 +12,7 @@ DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     "docs/architecture.md",
     "docs/choosing.md",
     "docs/failures.md",
