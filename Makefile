@@ -22,7 +22,7 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/
     tests/emulation/*.cpp tests/emulation/*.h tests/emulation/*/*.cpp tests/emulation/*/*.h \
     tests/sanitizer/*.cpp benchmarks/*.cpp)
 
-.PHONY: help install demo test bench gpu-check sanitize works record-works lint format wheel clean
+.PHONY: help install demo test bench gpu-check sanitize works record-works docs lint format wheel clean
 
 help:
 	@echo "make install    build and install into the virtual environment"
@@ -30,6 +30,7 @@ help:
 	@echo "make test       check format, lint and types, and run every test"
 	@echo "make bench      measure this machine, draw the results, write the README's table"
 	@echo "make works      run what the table in docs/pytorch2.md shows, with two torches, and write it"
+	@echo "make docs       build the documentation site in build/site; a broken link is an error"
 	@echo "make gpu-check  build in place, test and measure on a GPU; installs nothing"
 	@echo "make sanitize   the CPU operators with g++'s address, undefined and thread sanitizers"
 	@echo "make format     format the sources"
@@ -47,7 +48,7 @@ $(TORCH_STAMP):
 
 # torch is named again so that nothing here moves it to another version.
 $(VENV)/tools.stamp: $(TORCH_STAMP) pyproject.toml
-	$(BIN)/pip install --quiet --group demo --group test \
+	$(BIN)/pip install --quiet --group demo --group test --group docs \
 	    torch==$$($(BIN)/python -c "from importlib.metadata import version; print(version('torch'))")
 	touch $@
 
@@ -86,6 +87,10 @@ works:
 
 record-works: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/pytest -m "works and not cuda" --works=docs/works
+
+# The variable silences an advertisement of MkDocs' successor.
+docs: $(VENV)/tools.stamp
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: $(VENV)/tools.stamp
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)

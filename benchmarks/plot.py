@@ -45,7 +45,7 @@ def picture(rows: list[Row]) -> Figure:
     if is_cuda(rows):
         where, theirs = first.device, "SyncBatchNorm"
     else:
-        share += "; a copy also reads what it overwrites"
+        share += ";\na copy also reads what it overwrites"
     figure.suptitle(
         f"syncbn: speed of a training step, forward and backward, on {where}\n"
         f"medians of {first.date}, commit {first.commit}, torch {first.torch}",

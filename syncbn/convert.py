@@ -89,7 +89,8 @@ def convert_sync_batchnorm(
             the same on all of them, or "node" without LOCAL_WORLD_SIZE.
         RuntimeError: ``group_size`` where torch.distributed is not initialized, or another rank did
             not come to make the groups.
-        Nothing has been changed then.
+
+    Nothing has been changed where an error is raised.
 
     Example:
         >>> from torch import nn

@@ -53,14 +53,14 @@ def sync_batch_norm(
     negative_slope: float = 0.01,
     mask: Tensor | None = None,
 ) -> Tensor:
-    r"""Apply batch normalization with the statistics of the whole batch of a process group.
+    """Apply batch normalization with the statistics of the whole batch of a process group.
 
     Arguments as :func:`torch.nn.functional.batch_norm`, and the group. With ``training`` the input
     is normalized by the mean and biased variance of the values of all ranks, one all-reduce
     forward and one backward; without, it is ``torch.nn.functional.batch_norm``. Where
     torch.distributed is not initialized the batch is that of this process.
 
-    .. math:: y = \frac{x - \mathrm{E}[x]}{\sqrt{\mathrm{Var}[x] + \epsilon}} \cdot w + b
+        y = (x - mean) / sqrt(variance + eps) * weight + bias
 
     A residual and an activation, if given, follow in the same passes over memory:
     ``activation(y + residual)``. Not so in evaluation and in graphs, where they are torch's own

@@ -61,7 +61,8 @@ def recompute_statistics(
             with ``forward``, ranks have different numbers of batches; layers have several groups
             and torch.distributed is not initialized.
         RuntimeError: Another rank raised an error, which is told, or runs other layers.
-        And whatever ``batches``, ``forward`` and ``model`` raise.
+
+    What ``batches``, ``forward`` and ``model`` raise comes out as it is.
 
     Example:
         >>> import torch

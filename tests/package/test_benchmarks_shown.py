@@ -13,7 +13,7 @@ from benchmarks.cases import CUDA_SUITES, SUITES, Case
 from benchmarks.compare import regressions
 from benchmarks.layer import OPERATOR_PASSES, OVERHEAD
 from benchmarks.nets import shapes_of_nets
-from benchmarks.rows import RESULTS, write
+from benchmarks.rows import RESULTS, read, write
 from tools.generated_block import replace_block
 
 COLUMNS = ["float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last"]
@@ -207,15 +207,21 @@ def full_rows(suite, on_cuda):
     return rows
 
 
+def is_whole(figure):
+    """Whether nothing that is drawn is cut off at the edges."""
+    width, height = figure.get_size_inches()
+    figure.draw_without_rendering()
+    drawn = figure.get_tightbbox()
+    return drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
+
+
 @pytest.mark.parametrize("on_cuda", [False, True], ids=["cpu", "cuda"])
 def test_picture_can_be_read_at_a_width_of_800_pixels(on_cuda):
     suite = (CUDA_SUITES if on_cuda else SUITES)["full"]
     figure = plot.picture(full_rows(suite, on_cuda))
     width, height = figure.get_size_inches()
     assert height * 800 / width <= 700
-    figure.draw_without_rendering()
-    drawn = figure.get_tightbbox()
-    assert drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
+    assert is_whole(figure)
     for axes in figure.axes:
         labels = [*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels()]
         # A point is 1/72 inch.
@@ -242,6 +248,11 @@ def test_results_are_drawn_beside_them(results):
     result = run("plot", results)
     assert (result.returncode, result.stdout) == (0, f"{results.with_suffix('.png')}\n")
     assert results.with_suffix(".png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("path", RESULTS.glob("*.csv"), ids=lambda path: path.stem)
+def test_picture_of_stored_results_is_whole(path):
+    assert is_whole(plot.picture(read(path)))
 
 
 def test_stored_results_have_their_picture_and_no_other():

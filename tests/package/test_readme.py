@@ -12,6 +12,8 @@ DOCUMENTS = [
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
+    "docs/api.md",
     "docs/architecture.md",
     "docs/choosing.md",
     "docs/failures.md",
@@ -21,6 +23,8 @@ DOCUMENTS = [
     "docs/numerics.md",
     "docs/pytorch2.md",
     "docs/statistics.md",
+    "docs/support.md",
+    "docs/tutorial.md",
 ]
 
 

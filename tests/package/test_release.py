@@ -1,0 +1,69 @@
+"""One place for the version, what a release needs, and what is pinned."""
+
+import re
+from importlib import metadata
+
+import pytest
+from paths import ROOT
+
+import syncbn
+from tools import release, repository
+
+pytestmark = pytest.mark.any_torch
+
+DATED = f"# Changelog\n\n## [Unreleased]\n\n## [{release.version()}] - 2026-12-01\n\n- All.\n"
+TAG = f"v{release.version()}"
+
+
+def test_version_is_that_of_setup_py():
+    assert syncbn.__version__ == release.version()
+    assert re.fullmatch(r"\d+\.\d+\.\d+", syncbn.__version__)
+
+
+def test_version_stands_in_one_place():
+    """But for documents, and for results, which say what they are of."""
+    found = [
+        path.name
+        for pattern in ("*.py", "*.toml", "*.cff", "syncbn/*.py", "csrc/**/*.*", "tools/*.py")
+        for path in ROOT.glob(pattern)
+        if re.search(rf"(?<![\d.]){re.escape(release.version())}(?![\d.])", path.read_text())
+    ]
+    # In its docstring the tool has an example of a tag.
+    assert sorted(found) == ["release.py", "setup.py"]
+
+
+def test_changelog_has_the_version():
+    assert f"## [{release.version()}]" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_a_release_that_is_ready_has_no_problems():
+    assert release.problems(TAG, repository.url(), DATED) == []
+
+
+@pytest.mark.parametrize(
+    ("tag", "address", "changelog", "words"),
+    [
+        ("v9.9.9", repository.url(), DATED, "expected the tag"),
+        (release.version(), repository.url(), DATED, "expected the tag"),
+        (TAG, "https://github.com/somebody/else", DATED, "expected the repository"),
+        (TAG, repository.url(), DATED.replace("2026-12-01", "soon"), "YYYY-MM-DD"),
+        (TAG, repository.url(), DATED.replace(release.version(), "0.0.1"), "YYYY-MM-DD"),
+    ],
+)
+def test_what_is_not_ready_is_said(tag, address, changelog, words):
+    (problem,) = release.problems(tag, address, changelog)
+    assert words in problem
+
+
+def test_torch_is_all_that_is_needed_at_run_time():
+    assert metadata.requires("syncbn") == ["torch>=2.11"]
+
+
+def test_tools_are_pinned():
+    text = (ROOT / "pyproject.toml").read_text()
+    (groups,) = re.findall(r"^\[dependency-groups\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL)
+    tools = re.findall(r'^  "(.+?)"', groups, re.MULTILINE)
+    assert len(tools) > 30
+    assert [tool for tool in tools if not re.fullmatch(r"[\w.\[\]-]+==[\w.]+", tool)] == [
+        "torchvision"
+    ]

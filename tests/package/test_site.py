@@ -1,0 +1,171 @@
+"""The documentation site: `make docs` builds it, and fails where something in it is wrong."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+import syncbn
+from tools import repository, site_docstrings, site_hooks
+
+pytestmark = pytest.mark.any_torch
+
+
+def build(folder, output):
+    """Build the site of a checkout."""
+    command = [Path(sys.executable).parent / "mkdocs", "build", f"--site-dir={output}"]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    result = build(ROOT, folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What the site is made of, to be broken."""
+    for name in ("benchmarks", "docs", "syncbn", "tools"):
+        ignored = shutil.ignore_patterns("*.so", "__pycache__")
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    for path in (*ROOT.glob("*.md"), ROOT / "mkdocs.yml", ROOT / "pyproject.toml"):
+        shutil.copy(path, tmp_path)
+    for name in (".ci", "csrc", "examples", "tests", "LICENSE"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def test_every_public_name_is_on_the_api_page(site):
+    page = (site / "api/index.html").read_text()
+    for name in syncbn.__all__:
+        assert f'id="syncbn.{name}"' in page, name
+
+
+def test_start_page_is_the_readme_and_shows_its_picture(site):
+    page = (site / "index.html").read_text()
+    assert "Synchronized batch normalization for PyTorch." in page
+    (picture,) = re.findall(r'<img[^>]* src="([^"]*digits[^"]*)"', page)
+    assert (site / picture).stat().st_size > 10_000
+
+
+def test_benchmarks_are_those_of_the_results(site):
+    page = (site / "benchmarks/index.html").read_text()
+    for path in site_hooks.rows.RESULTS.glob("*.csv"):
+        results = site_hooks.rows.read(path)
+        of_table = [
+            row
+            for row in site_hooks.steps.training_steps(results)
+            if row.variant == "torch/syncbn" and row.dtype == "float32"
+        ]
+        assert of_table
+        for row in of_table:
+            assert f"<td>{row.median:.2f}</td>" in page, row
+        assert (site / f"benchmarks-{path.stem}.png").stat().st_size > 10_000
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    for page in site.rglob("*.html"):
+        fetched = re.findall(
+            r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(http[^"]*)', page.read_text()
+        )
+        assert fetched == [], page
+
+
+WRONG = [  # in which file, what, and the words of the complaint
+    ("docs/choosing.md", "[gone](gone.md)", "'gone.md', but the target is not found"),
+    ("docs/choosing.md", "[gone](../tests/gone.py)", "'../tests/gone.py', but the target"),
+    ("docs/choosing.md", "[gone](fusion.md#gone)", "does not contain an anchor '#gone'"),
+    ("README.md", "[gone](docs/gone.md)", "'docs/gone.md', but the target is not found"),
+    ("docs/new.md", "# Not in the navigation", "new.md"),
+]
+
+
+def append(path, text):
+    with path.open("a") as file:
+        file.write(f"\n\n{text}\n")
+
+
+def test_what_is_wrong_in_pages_fails_the_build(checkout):
+    for path, text, _ in WRONG:
+        append(checkout / path, text)
+    result = build(checkout, checkout / "site")
+    assert result.returncode != 0
+    for _, _, words in WRONG:
+        assert words in result.stderr, result.stderr
+    assert result.stderr.count("WARNING") == len(WRONG), result.stderr
+
+
+def test_what_is_wrong_in_the_api_page_fails_the_build(checkout):
+    append(checkout / "docs/api.md", "::: syncbn.gone")
+    result = build(checkout, checkout / "site")
+    assert result.returncode != 0 and "gone, which is not public" in result.stderr, result.stderr
+
+
+def test_public_name_must_be_on_the_page_and_documented(tmp_path):
+    (tmp_path / "syncbn").mkdir()
+    (tmp_path / "syncbn/__init__.py").write_text(
+        "from syncbn.layers import Layer, bare, documented, forgotten\n"
+        "__all__ = ['Layer', 'bare', 'documented', 'forgotten']\n"
+    )
+    (tmp_path / "syncbn/layers.py").write_text(
+        "class Layer:\n"
+        "    '''A layer.'''\n"
+        "    def __init__(self): pass\n"
+        "    def _private(self): pass\n"
+        "    def forward(self): pass\n"
+        "def bare(): pass\n"
+        "def documented(): '''Words.'''\n"
+        "def forgotten(): '''Words.'''\n"
+    )
+    assert site_hooks.undocumented(tmp_path, ["Layer", "bare", "documented", "other"]) == [
+        "forgotten is public, and not on the page docs/api.md",
+        "docs/api.md shows other, which is not public",
+        "syncbn.layers.Layer.forward is public, and has no docstring",
+        "syncbn.layers.bare is public, and has no docstring",
+    ]
+
+
+FILES = repository.url() + "/blob/main"
+
+
+@pytest.mark.parametrize(
+    ("source", "link", "expected"),
+    [
+        ("README.md", "docs/choosing.md", "choosing.md"),
+        ("README.md", "docs/choosing.md#an-example", "choosing.md#an-example"),
+        ("README.md", "CONTRIBUTING.md", "contributing.md"),
+        ("README.md", "docs/digits.png", "digits.png"),
+        ("README.md", "tests/conftest.py", f"{FILES}/tests/conftest.py"),
+        ("README.md", "examples", f"{repository.url()}/tree/main/examples"),
+        ("docs/choosing.md", "../README.md#install", "index.md#install"),
+        ("docs/choosing.md", "fusion.md", "fusion.md"),
+        ("docs/choosing.md", "../tests/conftest.py", f"{FILES}/tests/conftest.py"),
+        ("docs/choosing.md", "../tests/gone.py", "../tests/gone.py"),
+        ("docs/choosing.md", "https://pytorch.org", "https://pytorch.org"),
+        ("docs/choosing.md", "#an-example", "#an-example"),
+    ],
+)
+def test_links_lead_to_pages_or_to_the_repository(source, link, expected):
+    pages = {"choosing.md", "contributing.md", "fusion.md", "index.md", "digits.png"}
+    assert site_hooks.rewritten(f"a [link\nof words]({link}), and", source, pages) == (
+        f"a [link\nof words]({expected}), and"
+    )
+
+
+def test_references_of_docstrings_become_links():
+    text = (
+        "As :func:`syncbn.functional.train`, not :class:`torch.nn.Linear`.\n\nExample:\n    >>> 1\n"
+    )
+    assert site_docstrings.to_markdown(text) == (
+        "As [`syncbn.functional.train`][syncbn.functional.train], not `torch.nn.Linear`.\n\n"
+        "Examples:\n    >>> 1\n"
+    )

@@ -1,0 +1,117 @@
+"""What GitHub reads: workflows, the forms of issues, dependabot's settings, the citation."""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+pytestmark = pytest.mark.any_torch
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+SCHEMAS = {
+    ".github/ISSUE_TEMPLATE/bug.yml": "github-issue-forms",
+    ".github/ISSUE_TEMPLATE/config.yml": "github-issue-config",
+    ".github/ISSUE_TEMPLATE/installation.yml": "github-issue-forms",
+    ".github/ISSUE_TEMPLATE/performance.yml": "github-issue-forms",
+    ".github/dependabot.yml": "dependabot",
+    "CITATION.cff": "citation-file-format",
+}
+
+
+def run(tool, *arguments):
+    """Run a tool of the environment that runs the tests."""
+    command = [Path(sys.executable).parent / tool, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def lint(folder):
+    """Run the fork of actionlint that PyPI has as a wheel, with shellcheck for the commands."""
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    workflows = (folder / ".github/workflows").iterdir()
+    return run("jactionlint", "--strict-exit", f"--shellcheck={shellcheck}", *workflows)
+
+
+def test_workflows_are_valid():
+    result = lint(ROOT)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "words"),
+    [
+        ("timeout-minutes", "timeout-minute", 'unexpected key "timeout-minute"'),
+        ("github.ref }}", "github.reff }}", 'property "reff" is not defined'),
+        ("run: .ci/run", "run: cd $(pwd) && .ci/run", "SC2046"),
+        ("run: .ci/run", "run: echo ${{ github.head_ref }}", "injection"),
+    ],
+)
+def test_what_is_wrong_in_a_workflow_is_found(tmp_path, right, wrong, words):
+    shutil.copytree(ROOT / ".github", tmp_path / ".github")
+    workflow = tmp_path / ".github/workflows/test.yml"
+    assert right in workflow.read_text()
+    workflow.write_text(workflow.read_text().replace(right, wrong))
+    result = lint(tmp_path)
+    assert result.returncode == 1 and words in result.stdout, result.stdout + result.stderr
+
+
+def test_actions_are_named_by_commit():
+    """A tag can be moved to other code; the comment behind it says which version the commit is."""
+    for workflow in WORKFLOWS:
+        for line in re.findall(r"uses: (.*)", workflow.read_text()):
+            assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", line), (
+                f"{workflow}: {line}"
+            )
+
+
+def test_workflows_call_what_the_project_has():
+    """They hold no commands of their own, which nobody could run elsewhere."""
+    commands = [c for w in WORKFLOWS for c in re.findall(r"run: (.*)", w.read_text())]
+    assert ".ci/run" in commands
+    for command in commands:
+        program, *arguments = command.split()
+        if program == "make":
+            made = run_make(*arguments)
+            assert made.returncode == 0, made.stderr
+        elif program == "python":
+            assert arguments[0] == "-m" and (ROOT / f"{arguments[1].replace('.', '/')}.py").exists()
+        else:
+            assert (ROOT / program).stat().st_mode & 0o100, f"expected a program, but got {program}"
+
+
+def run_make(*arguments):
+    return subprocess.run(["make", "-n", *arguments], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_every_form_is_checked():
+    forms = (ROOT / ".github/ISSUE_TEMPLATE").iterdir()
+    assert {str(form.relative_to(ROOT)) for form in forms} <= SCHEMAS.keys()
+
+
+@pytest.mark.parametrize(("path", "schema"), SCHEMAS.items())
+def test_forms_and_settings_are_valid(path, schema):
+    result = run("check-jsonschema", "--builtin-schema", f"vendor.{schema}", path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_a_form_that_is_wrong_is_refused(tmp_path):
+    form = tmp_path / "bug.yml"
+    text = (ROOT / ".github/ISSUE_TEMPLATE/bug.yml").read_text()
+    form.write_text(text.replace("type: dropdown", "type: menu"))
+    result = run("check-jsonschema", "--builtin-schema", "vendor.github-issue-forms", form)
+    assert result.returncode == 1 and "menu" in result.stdout, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("form", "asked"),
+    [
+        ("bug", "python -m syncbn.collect_env"),
+        ("performance", "python -m benchmarks run --output FOLDER"),
+        ("performance", "python -m benchmarks compare OLD.csv NEW.csv"),
+    ],
+)
+def test_forms_ask_for_what_the_project_prints(form, asked):
+    assert asked in (ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text()

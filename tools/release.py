@@ -1,0 +1,51 @@
+"""Whether a tag may be released: ``python -m tools.release v0.1.0 https://github.com/OWNER/syncbn``.
+
+Prints what is wrong, and ends with status 1 where anything is. Needs nothing but Python.
+"""
+
+import re
+import sys
+
+from tools import repository
+
+ROOT = repository.ROOT
+
+
+def version() -> str:
+    """Return the version, which stands in setup.py alone."""
+    (found,) = re.findall(r'^VERSION = "(.+)"$', (ROOT / "setup.py").read_text(), re.MULTILINE)
+    return str(found)
+
+
+def problems(tag: str, address: str, changelog: str) -> list[str]:
+    """Return what keeps a tag from being released, in words.
+
+    Args:
+        tag: The tag, such as "v0.1.0".
+        address: Of the repository that the tag is in.
+        changelog: The text of CHANGELOG.md.
+    """
+    found = []
+    if tag != f"v{version()}":
+        found.append(f"expected the tag v{version()}, the version in setup.py, but got {tag}")
+    if address != repository.url():
+        found.append(
+            f"expected the repository {repository.url()}, as pyproject.toml says, but got {address}"
+        )
+    headings = re.findall(r"^## \[(.+)\](.*)$", changelog, re.MULTILINE)
+    dated = [name for name, date in headings if re.fullmatch(r" - \d{4}-\d\d-\d\d", date)]
+    if version() not in dated:
+        found.append(f"expected a line '## [{version()}] - YYYY-MM-DD' in CHANGELOG.md")
+    return found
+
+
+def main() -> None:
+    """Check the arguments: a tag and the address of its repository."""
+    tag, address = sys.argv[1:]
+    found = problems(tag, address, (ROOT / "CHANGELOG.md").read_text())
+    if found:
+        raise SystemExit("\n".join(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,21 @@
+"""Where the project's repository is: the entry ``Repository`` in pyproject.toml, read without TOML.
+
+Python has a reader of TOML from 3.11 on.
+"""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def url() -> str:
+    """Return the address of the repository's page.
+
+    Raises:
+        ValueError: pyproject.toml has no such line.
+    """
+    found = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    if found is None:
+        raise ValueError('expected a line Repository = "https://..." in pyproject.toml')
+    return found[1]

@@ -1,0 +1,31 @@
+"""Docstrings as the site shows them: an extension of griffe, which mkdocstrings reads them with.
+
+In the sources a reference is Sphinx's ``:class:`syncbn.SyncBatchNorm```, and the one example of a
+docstring stands under "Example:".
+"""
+
+import re
+from typing import Any
+
+import griffe
+
+ROLE = re.compile(r":(?:class|func|meth):`(\w[\w.]*)`")
+
+
+def to_markdown(docstring: str) -> str:
+    """Return the docstring with its references as links where they are ours, else as code."""
+
+    def link(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"[`{name}`][{name}]" if name.startswith("syncbn.") else f"`{name}`"
+
+    return re.sub(r"^Example:$", "Examples:", ROLE.sub(link, docstring), flags=re.MULTILINE)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites every docstring that griffe has read."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite that of one module, class, function or attribute."""
+        if obj.docstring:
+            obj.docstring.value = to_markdown(obj.docstring.value)
