@@ -7,8 +7,9 @@ case that hangs fails within a minute with each rank's stack; processes never ou
 With ``start_method="forkserver"`` processes start at once, as forks of one that has imported torch
 and done nothing else: for cases that end their processes.
 
-On CUDA a function finds its GPU as the default device. Ranks share GPUs where there are fewer, over
-NCCL as well: good for whether it works, useless for how fast.
+On "standin-float64" and "standin-float32" the default device is that of standin.py, with float64 or
+without. On CUDA a function finds its GPU as the default device. Ranks share GPUs where there are
+fewer, over NCCL as well: good for whether it works, useless for how fast.
 """
 
 import contextlib
@@ -198,12 +199,17 @@ def _serve(
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **_nccl_on_shared_gpus(rank), **env})
 
     import hidden
+    import standin
     import torch
     import torch.distributed as dist
     from torch.utils._pytree import tree_map_only
 
     hidden.hide()
     torch.set_num_threads(1)
+    if device.startswith("standin"):
+        standin.install()
+        standin.set_float64(device == "standin-float64")
+        torch.set_default_device("standin")
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.set_default_device("cuda")

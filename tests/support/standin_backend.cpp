@@ -34,6 +34,15 @@ class Backend final : public c10d::Backend {
     Tensors host = to_host(tensors);
     return gloo_->allreduce(host, options);
   }
+  Pending allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                    const c10d::AllgatherOptions& options) override {
+    std::vector<Tensors> host_outputs;
+    for (const Tensors& tensors : outputs) {
+      host_outputs.push_back(to_host(tensors));
+    }
+    Tensors host_inputs = to_host(inputs);
+    return gloo_->allgather(host_outputs, host_inputs, options);
+  }
   Pending _allgather_base(at::Tensor& output, at::Tensor& input,
                           const c10d::AllgatherOptions& options) override {
     Tensors host = to_host({output, input});

@@ -1,0 +1,404 @@
+"""The operators as torch's expressions, and layers on a device that has no others.
+
+The device is a stand-in, in a process of its own: with float64, or refusing it
+(tests/support/standin.py). tests/support/hidden.py runs other tests by the expressions.
+"""
+
+import copy
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from cases import DTYPES, EMPTY_SHAPES, OPS, arguments, layouts, make_input, operator
+from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from syncbn import (
+    SyncBatchNorm,
+    check_synchronized,
+    devices,
+    ops,
+    plain,
+    recompute_statistics,
+    sync_batch_norm,
+)
+from syncbn.activations import NUMBERS
+
+DEVICES = ["standin-float64", "standin-float32"]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, ranks):
+    """A process whose default device has no operators."""
+    return ranks(1, "standin", request.param)
+
+
+# Both round to float32 (float64 to itself) a handful of times, and sums of some hundred values.
+def close(actual, expected, dtype):
+    wide = dtype == torch.float64
+    eps = torch.finfo(expected.dtype if expected.dtype.itemsize < 4 else dtype).eps
+    eps = max(eps, torch.finfo(torch.float64 if wide else torch.float32).eps)
+    scale = expected.nan_to_num().abs().max().item() if expected.numel() else 0.0
+    options = {"rtol": 2 * eps, "atol": 16 * eps * max(scale, 1.0)}
+    torch.testing.assert_close(actual, expected, **options, equal_nan=True)  # of empty batches
+
+
+def run_operator(rank, world_size, name, shape, layout, dtype):
+    """Return the results, and what was written, on the CPU and on the device."""
+    with torch.device("cpu"):
+        given = arguments(name, make_input(shape, layout, dtype))
+    statistics = devices.of_statistics(torch.device("standin"))
+    schema = operator(name)._schema.arguments
+    of_statistics = ("totals", "mean", "invstd", "sums", "count", "constants")
+    moved = [
+        value.to(statistics if argument.name in of_statistics else "standin", copy=True)
+        if isinstance(value, torch.Tensor)
+        else value
+        for argument, value in zip(schema, given, strict=False)
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the announcement
+        results = [operator(name)(*values) for values in (given, moved)]
+    outputs = [[r] if isinstance(r, torch.Tensor) else list(r) for r in results]
+    for values, output in zip((given, moved), outputs, strict=True):
+        output += [value for value in values if isinstance(value, torch.Tensor)]
+    expected, actual = outputs
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype and a.stride() == b.stride()
+        assert a.device.type == "standin" or (a.dtype == torch.float64 and a.device == statistics)
+    return [t.cpu() for t in actual], expected
+
+
+SHAPES = [(7, 3), (5, 70), (3, 5, 6, 7), (4, 1, 9, 11), (2, 3, 4, 5, 6), *EMPTY_SHAPES]
+
+
+CASES = [(d, t) for d in DEVICES for t in DTYPES if (d, t) != (DEVICES[1], torch.float64)]
+
+
+@pytest.mark.parametrize(("device_kind", "dtype"), CASES)
+@pytest.mark.parametrize("name", OPS)
+def test_operator_computes_what_that_of_the_cpu_does(ranks, device_kind, name, dtype):
+    process = ranks(1, "standin", device_kind)
+    for shape in SHAPES:
+        for layout in layouts(shape):
+            ((actual, expected),) = process.run(run_operator, name, shape, layout, dtype)
+            for a, b in zip(actual, expected, strict=True):
+                close(a, b, dtype)
+
+
+def message_far_from_zero(rank, world_size):
+    x = make_input((8, 5, 31, 33), "contiguous", torch.float32, mean=1e3, std=1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        message = ops.batch_norm_stats(x).cpu()
+    *sums, count = message
+    sums, squares = torch.stack(sums).chunk(2)
+    return (squares - sums * sums / count) / count, x.cpu().double().var((0, 2, 3), correction=0)
+
+
+def test_mean_of_a_thousand_standard_deviations(device):
+    ((actual, expected),) = device.run(message_far_from_zero)
+    # Reading a variance from float64 sums costs 1e-16 (mean / std)²: csrc/common/message.h. The rest
+    # are roundings of 8,000 squares and their sum in float32.
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
+
+
+# Sums that are not sound, where nothing may wait for the device: NaN, and a note.
+
+
+@pytest.mark.parametrize(
+    ("count", "tag_sum", "note"), [(12.0, 7.0, 0.0), (torch.nan, 7.0, -7.0), (12.0, 8.0, 8.0)]
+)
+@pytest.mark.parametrize("noted", [0.0, 3.0])
+def test_verdict_takes_the_first_note(count, tag_sum, note, noted):
+    x, channels = make_input((4, 3, 3), "contiguous", torch.float32), 3
+    totals = ops.batch_norm_stats(x, 7.0)
+    totals[2 * channels] = count
+    verdict = torch.tensor([noted], dtype=torch.float64)
+    mean, var, tracked = torch.zeros(3), torch.ones(3), torch.tensor(0)
+    y, *_, found = plain.batch_norm_apply(
+        x, totals, None, None, mean, var, tracked, 0.1, 1e-5, tag_sum, verdict
+    )
+    is_sound = note == 0
+    assert verdict.item() == (noted or note)
+    assert bool(y.isfinite().all()) == is_sound and bool(y.isnan().all()) != is_sound
+    assert (found.item() == 12) == is_sound and tracked.item() == is_sound
+    assert (mean == 0).all() != is_sound
+    statistics = torch.ones(3, dtype=torch.float64)
+    verdict.fill_(noted)
+    sums = torch.cat([totals[:-4], totals[-4:] * torch.tensor([1.0, 1, 0, 0])])
+    counted = torch.tensor([12.0], dtype=torch.float64)
+    dx = plain.batch_norm_backward_apply(
+        x, x, statistics, statistics, None, sums, counted, tag_sum, verdict
+    )
+    assert verdict.item() == (noted or note)
+    assert bool(dx.isfinite().all()) == is_sound and bool(dx.isnan().all()) != is_sound
+
+
+def test_sums_that_are_not_sound_raise_in_the_operators_words():
+    x = make_input((4, 3), "contiguous", torch.float32)
+    arguments = (None, None, None, None, None, 0.0, 1e-5)
+    for count, tag_sum in ((torch.nan, 7.0), (torch.nan, None), (4.0, 8.0)):
+        totals = ops.batch_norm_stats(x, 7.0)
+        totals[6] = count
+        with pytest.raises(RuntimeError) as theirs:
+            torch.ops.syncbn.batch_norm_apply(x, totals, *arguments, tag_sum)
+        with pytest.raises(RuntimeError) as ours:
+            plain.batch_norm_apply(x, totals, *arguments, tag_sum)
+        assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("activation", NUMBERS)
+def test_nothing_waits_for_a_cuda_device(activation, momentum, monkeypatch):
+    """Tensors without values would tell: FakeTensorMode raises where one is looked at."""
+    monkeypatch.setattr(plain, "_announced", True)
+    number = NUMBERS[activation]
+    with FakeTensorMode():
+        x, residual = (torch.empty(4, 3, 5, device="cuda") for _ in range(2))
+        running = torch.empty(2, 3, device="cuda").unbind()
+        tracked = torch.empty((), dtype=torch.int64, device="cuda")
+        verdict = torch.empty(1, dtype=torch.float64)
+        constants = torch.empty(6, dtype=torch.float64, device="cuda") if number else None
+        message = plain.batch_norm_stats(x, 1.0)
+        following = (residual, number, 0.1, constants)
+        y, mean, invstd, count = plain.batch_norm_apply(
+            x, message, None, None, *running, tracked, momentum, 1e-5, 2.0, verdict, *following
+        )
+        assert y.device == message.device == count.device == x.device
+        dtypes = (torch.float32, torch.float32)
+        through = (constants, number, 0.1)
+        sums, *_ = plain.batch_norm_backward_reduce(x, x, mean, invstd, *dtypes, 1.0, 0.0, *through)
+        dx = plain.batch_norm_backward_apply(
+            x, x, mean, invstd, None, sums, count, 2.0, verdict, *through
+        )
+        assert dx.device == x.device
+        with pytest.raises(DataDependentOutputException):  # as it does
+            message.tolist()
+
+
+# Layers.
+
+
+def make_layer(activation):
+    layer = SyncBatchNorm(5, activation=activation, device="cpu")
+    with torch.no_grad():
+        layer.weight.copy_(torch.linspace(-1, 2, 5, device="cpu"))
+        layer.bias.copy_(torch.linspace(-1, 1, 5, device="cpu"))
+    return layer
+
+
+def train(layer, place, dtype, layout, with_residual, create_graph=False):
+    leaves = [make_input((4, 5, 3, 7), layout, dtype, seed=seed).to(place) for seed in (0, 1)]
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    y = layer(*leaves[: 1 + with_residual])
+    loss = y.float().square().sum() / y.numel()
+    if create_graph:
+        (dx,) = torch.autograd.grad(loss, leaves[0], create_graph=True)
+        loss = (1000 * dx).float().square().sum()
+    loss.backward()
+    gradients = [t.grad for t in (*leaves[: 1 + with_residual], layer.weight, layer.bias)]
+    results = [y.detach(), *gradients, *layer.buffers()]
+    return [t.cpu() for t in results if t is not None]
+
+
+def run_layer(rank, world_size, *case):
+    activation, *others = case
+    layer = make_layer(activation)
+    on_device = copy.deepcopy(layer).to("standin")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return train(on_device, "standin", *others), train(layer, "cpu", *others)
+
+
+@pytest.mark.works("training on devices without operators of ours")
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("activation", NUMBERS)
+def test_layer_trains_as_on_the_cpu(device, activation, with_residual):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for layout in ("contiguous", "channels_last"):
+            case = (activation, dtype, layout, with_residual)
+            ((actual, expected),) = device.run(run_layer, *case)
+            for a, b in zip(actual, expected, strict=True):
+                close(a, b, dtype)
+
+
+@pytest.mark.parametrize("with_residual", [False, True])
+@pytest.mark.parametrize("activation", NUMBERS)
+def test_double_backward(device, activation, with_residual):
+    case = (activation, torch.float32, "contiguous", with_residual, True)
+    ((actual, expected),) = device.run(run_layer, *case)
+    for a, b in zip(actual, expected, strict=True):
+        # The loss is of 1000 times what has been computed from outputs of order 1, rounded to
+        # float32; sums of such terms cancel.
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, b.abs().max().item()))
+
+
+def recompute_and_check(rank, world_size):
+    batches = [make_input((6, 5), "contiguous", torch.float32, seed=seed) for seed in range(3)]
+    layer = SyncBatchNorm(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recompute_statistics(layer, batches)
+        check_synchronized(layer)
+    whole = torch.cat([batch.cpu() for batch in batches]).double()
+    return [b.cpu() for b in layer.buffers()], [whole.mean(0), whole.var(0)]
+
+
+def test_recomputed_statistics(device):
+    (((mean, var, tracked), expected),) = device.run(recompute_and_check)
+    torch.testing.assert_close([mean, var], [e.float() for e in expected])
+    assert tracked.item() == 3
+
+
+def train_checkpointed(rank, world_size):
+    model = nn.Sequential(nn.Linear(3, 5), SyncBatchNorm(5, activation="silu"), nn.Linear(5, 1))
+    other = type(model)(nn.Linear(3, 5), SyncBatchNorm(5, activation="silu"), nn.Linear(5, 1))
+    other.load_state_dict(model.state_dict())
+    x = make_input((6, 3), "contiguous", torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model(x).sum().backward()
+        checkpoint(other, x, use_reentrant=False).sum().backward()
+    return [
+        [t.cpu() for t in (*m[1].buffers(), *(p.grad for p in m.parameters()))]
+        for m in (model, other)
+    ]
+
+
+def test_checkpoint_updates_once(device):
+    ((expected, actual),) = device.run(train_checkpointed)
+    torch.testing.assert_close(actual, expected)
+
+
+def refuse_float64(rank, world_size):
+    with pytest.raises(TypeError, match="does not support float64"):
+        torch.ones(3, dtype=torch.float64)
+    with pytest.raises(TypeError, match="does not support float64"):
+        torch.ones(3).to(torch.float64)
+    with pytest.raises(TypeError, match="does not support float64"):
+        torch.ones(3).sum(dtype=torch.float64)
+    with pytest.raises(TypeError, match="does not support float64"):
+        torch.ones(3, dtype=torch.float64, device="cpu").to("standin", torch.float32)
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch.ones(3) + torch.ones(3, device="cpu")
+    return devices.has_float64(torch.device("standin"))
+
+
+def test_the_stand_in_itself(ranks):
+    assert ranks(1, "standin", "standin-float32").run(refuse_float64) == [False]
+
+
+def test_float64_that_is_float32_in_truth_is_none(monkeypatch):
+    monkeypatch.setattr(torch, "ones", lambda *size, dtype, device: torch.full(size, 1.0))
+    assert not devices._try_float64(torch.device("cpu"))
+    monkeypatch.undo()
+    assert devices._try_float64(torch.device("cpu"))
+
+
+# Under torch.compile.
+
+
+def train_compiled(rank, world_size, fullgraph):
+    torch._dynamo.reset()
+    layer, other = (make_layer(None).to("standin") for _ in range(2))
+    # Inductor generates code for devices that it knows.
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=fullgraph)
+    words = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        expected = train(layer, "standin", torch.float32, "contiguous", False)
+        try:
+            actual = train_module(compiled, other)
+        except torch._dynamo.exc.Unsupported as error:
+            return None, None, str(error)
+        words = [str(warning.message) for warning in caught]
+    return actual, expected, " ".join(words)
+
+
+def train_module(compiled, layer):
+    x = make_input((4, 5, 3, 7), "contiguous", torch.float32).requires_grad_()
+    y = compiled(x)
+    (y.float().square().sum() / y.numel()).backward()
+    results = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad, *layer.buffers())
+    return [t.cpu() for t in results]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_in_one_graph_where_there_is_float64(ranks):
+    ((actual, expected, words),) = ranks(1, "standin", "standin-float64").run(train_compiled, True)
+    assert actual is not None, words
+    for a, b in zip(actual, expected, strict=True):
+        close(a, b, torch.float32)
+    assert "uncompiled" not in words
+
+
+def test_uncompiled_where_there_is_none(ranks):
+    process = ranks(1, "standin", "standin-float32")
+    ((actual, expected, words),) = process.run(train_compiled, False)
+    for a, b in zip(actual, expected, strict=True):
+        close(a, b, torch.float32)
+    assert "runs uncompiled: its device has no float64" in words
+    ((_, _, words),) = process.run(train_compiled, True)
+    assert "its device has no float64" in words
+
+
+# The announcement.
+
+ANNOUNCED = """
+import sys, warnings
+sys.path.insert(0, {support!r})
+import hidden
+hidden.hide()
+import torch
+from syncbn import SyncBatchNorm
+
+layers = torch.nn.Sequential(SyncBatchNorm(3), SyncBatchNorm(3), torch.nn.ReLU())
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        layers(torch.rand(4, 3)).sum().backward()
+    layers.eval()(torch.rand(4, 3))
+for warning in caught:
+    print(warning.category.__name__, warning.message)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "device_type"), [("float64", "cpu"), ("float32", "standin"), ("", None)]
+)
+def test_one_announcement_in_a_process(kind, device_type):
+    import os
+
+    import hidden
+    from standin import SUPPORT
+
+    script = ANNOUNCED.format(support=str(SUPPORT))
+    environment = {**os.environ, hidden.VARIABLE: kind}
+    command = [sys.executable, "-c", script]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    if device_type is None:
+        assert lines == []
+        return
+    (line,) = lines
+    assert line.startswith(f"UserWarning syncbn has no operators for {device_type!r} tensors")
+    assert ("its statistics on the CPU, in float64" in line) == (kind == "float32")
+    assert "python -m syncbn.collect_env" in line
+
+
+def test_function_on_the_device(device):
+    ((actual, expected),) = device.run(call_function)
+    close(actual, expected, torch.float32)
+
+
+def call_function(rank, world_size):
+    x = make_input((4, 5), "contiguous", torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y = sync_batch_norm(x, None, None, training=True)
+    return y.cpu(), sync_batch_norm(x.cpu(), None, None, training=True)

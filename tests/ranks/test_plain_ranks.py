@@ -1,0 +1,347 @@
+"""Layers on several ranks whose device has no operators of ours: a stand-in, over its own backend.
+
+Without float64 the bits of messages are gathered; with it, they are summed as on CPUs.
+"""
+
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from cases import make_input
+from ranks import Failure, Ranks
+from torch.utils.flop_counter import FlopCounterMode
+
+from syncbn import SyncBatchNorm, check_synchronized, collectives, recompute_statistics, reference
+
+DEVICES = ["standin-float64", "standin-float32"]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+@pytest.fixture(params=[2, 3], ids=lambda n: f"world{n}")
+def world(request, ranks, device):
+    return ranks(request.param, "standin", device)
+
+
+@pytest.fixture
+def pair(ranks, device):
+    return ranks(2, "standin", device)
+
+
+SPLITS = {2: [(3, 3), (1, 5), (0, 6)], 3: [(2, 2, 2), (1, 2, 3), (0, 0, 6)]}
+CHANNELS = 5
+
+
+def whole_batch(dtype):
+    with torch.device("cpu"):
+        x = make_input((6, CHANNELS, 3, 7), "contiguous", dtype)
+        dy = make_input((6, CHANNELS, 3, 7), "contiguous", dtype, mean=0.1, seed=1)
+    return x, dy
+
+
+def train_on_device(rank, world_size, dtype, split, activation=None, create_graph=False):
+    """Return results on the CPU, and the collectives: their number, values and dtypes."""
+    calls = []
+    originals = dist.all_reduce, dist.all_gather_into_tensor
+
+    def all_reduce(tensor, *args, **kwargs):
+        calls.append(("all_reduce", tensor.numel() * tensor.itemsize, tensor.device.type))
+        return originals[0](tensor, *args, **kwargs)
+
+    def all_gather(output, input, *args, **kwargs):
+        calls.append(("all_gather", input.numel() * input.itemsize, input.device.type))
+        return originals[1](output, input, *args, **kwargs)
+
+    x, dy = (t.split(split)[rank].to("standin") for t in whole_batch(dtype))
+    x.requires_grad_()
+    layer = SyncBatchNorm(CHANNELS, activation=activation)
+    dist.all_reduce, dist.all_gather_into_tensor = all_reduce, all_gather
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the announcement
+            y = layer(x)
+            if create_graph:
+                (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+                dx.square().sum().backward()
+            else:
+                y.backward(dy)
+    finally:
+        dist.all_reduce, dist.all_gather_into_tensor = originals
+    results = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad, *layer.buffers())
+    return [None if t is None else t.cpu() for t in results], calls
+
+
+def expected_results(dtype, create_graph=False):
+    x, dy = (t.double() for t in whole_batch(dtype))
+    x.requires_grad_()
+    weight, bias = torch.ones(CHANNELS).double(), torch.zeros(CHANNELS).double()
+    weight.requires_grad_()
+    bias.requires_grad_()
+    y = reference.batch_norm(x, weight, bias)
+    if create_graph:
+        (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+        dx.square().sum().backward()
+    else:
+        y.backward(dy)
+    flat = x.detach().transpose(0, 1).flatten(1)
+    return y.detach(), x.grad, weight.grad, bias.grad, 0.1 * flat.mean(1), 0.9 + 0.1 * flat.var(1)
+
+
+# One rounding to the dtype, and a handful to float32 of sums of 126 values of order one.
+TOLERANCES = {
+    torch.float32: (1e-5, 1e-5),
+    torch.bfloat16: (8e-3, 1e-5),
+    torch.float16: (1e-3, 1e-5),
+}
+
+
+@pytest.mark.works("several ranks on devices without operators of ours")
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_ranks_give_the_results_of_the_whole_batch(world, dtype):
+    expected = expected_results(dtype)
+    for split in SPLITS[world.world_size]:
+        outcomes = world.run(train_on_device, dtype, split)
+        results = [result for result, _ in outcomes]
+        tolerance = dict(zip(("rtol", "atol"), TOLERANCES[dtype], strict=True))
+        for index in (0, 1):
+            whole = torch.cat([result[index] for result in results])
+            torch.testing.assert_close(whole.double(), expected[index], **tolerance)
+        for index in (2, 3):  # sums over 126 values that were rounded to the dtype's outputs
+            whole = sum(result[index].double() for result in results)
+            torch.testing.assert_close(whole, expected[index], rtol=1e-5, atol=1e-4)
+        for mean, var, tracked in (result[4:] for result in results):
+            torch.testing.assert_close(mean.double(), expected[4], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(var.double(), expected[5], rtol=1e-6, atol=1e-7)
+            assert torch.equal(mean, results[0][4]) and torch.equal(var, results[0][5])
+            assert tracked.item() == 1
+
+
+def test_one_collective_each_way(world, device):
+    num_bytes = 8 * (2 * CHANNELS + 4)
+    kind = "all_reduce" if device == "standin-float64" else "all_gather"
+    split = SPLITS[world.world_size][0]
+    for _, calls in world.run(train_on_device, torch.float32, split):
+        assert calls == [(kind, num_bytes, "standin")] * 2
+
+
+def test_double_backward_on_ranks(world, device):
+    expected = expected_results(torch.float32, create_graph=True)
+    split = SPLITS[world.world_size][0]
+    outcomes = world.run(train_on_device, torch.float32, split, None, True)
+    kind = "all_reduce" if device == "standin-float64" else "all_gather"
+    for _, calls in outcomes:
+        # Forward, three under create_graph, and those of the second backward pass.
+        assert {call[0] for call in calls} == {kind}
+    whole = torch.cat([result[1] for result, _ in outcomes])
+    # dx of order one, computed in float32 (reference.py) where the device has no float64.
+    torch.testing.assert_close(whole.double(), expected[1], rtol=1e-4, atol=1e-5)
+
+
+def count_flops(rank, world_size):
+    """A dispatch mode, under which collectives are operators that it sees."""
+    layer = SyncBatchNorm(3)
+    with warnings.catch_warnings(), FlopCounterMode(display=False):
+        warnings.simplefilter("ignore")
+        layer(torch.full((4, 3), float(rank)))
+    return layer.running_mean.tolist()
+
+
+def test_under_a_dispatch_mode(pair):
+    for mean in pair.run(count_flops):
+        assert mean == pytest.approx([0.05] * 3)  # 0.1 times the mean of 0 and 1
+
+
+def sum_bits(rank, world_size):
+    """Numbers of 53 bits, beyond float32's range, and those of which float32 loses bits."""
+    group = dist.group.WORLD
+    numbers = [2.0**52 + 1, 1e300, 1e-300, 0.1, torch.inf, torch.nan, -0.0, 2.0**32 - 1]
+    values = torch.tensor(numbers, dtype=torch.float64, device="cpu") * (rank + 1)
+    values[0] = numbers[0]
+    return values.clone(), collectives.all_gather_sum(values, group)
+
+
+def test_gathered_sums_are_those_of_float64(ranks):
+    for world_size in (2, 3):
+        outcomes = ranks(world_size, "standin", "standin-float32").run(sum_bits)
+        expected = outcomes[0][0].clone()
+        for values, _ in outcomes[1:]:
+            expected += values
+        for _, total in outcomes:
+            assert torch.equal(total.view(torch.int64)[:5], expected.view(torch.int64)[:5])
+            assert total[5].isnan() and torch.equal(total[6:], expected[6:])
+
+
+def recompute(rank, world_size):
+    batches = [
+        make_input((4 + rank, 5), "contiguous", torch.float32, seed=10 * rank + i)
+        for i in range(2 + rank)
+    ]
+    layer = SyncBatchNorm(5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        recompute_statistics(layer, batches)
+        check_synchronized(layer)
+    return torch.cat([batch.cpu() for batch in batches]), [b.cpu() for b in layer.buffers()]
+
+
+def test_recomputed_statistics_of_ranks(world):
+    outcomes = world.run(recompute)
+    whole = torch.cat([values for values, _ in outcomes]).double()
+    for _, (mean, var, tracked) in outcomes:
+        torch.testing.assert_close(mean, whole.mean(0).float())
+        torch.testing.assert_close(var, whole.var(0).float())
+        assert tracked.item() == 1 + world.world_size
+
+
+def not_synchronized(rank, world_size):
+    layer = SyncBatchNorm(3)
+    layer.running_mean.fill_(float(rank))
+    with pytest.raises(RuntimeError, match="running_mean is float32"):
+        check_synchronized(layer)
+    return True
+
+
+def test_ranks_that_hold_different_things_hear_of_it(pair):
+    assert pair.run(not_synchronized) == [True, True]
+
+
+# What one rank does wrong fails all at once, as on CPUs.
+
+
+def step(layer, *shape):
+    x = torch.rand(*shape).requires_grad_()
+    layer(x).sum().backward()
+
+
+def named(channels, name="body.bn1"):
+    layer = SyncBatchNorm(channels)
+    layer._name = name
+    return layer
+
+
+def bad_input(rank, world_size, steps):
+    layer = named(3)
+    for _ in range(steps):
+        step(layer, 4, 3)
+    begin = time.monotonic()
+    try:
+        step(layer, 4, 3 if rank == 0 else 5)
+    except (ValueError, RuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return None
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_bad_input_on_one_rank_fails_all(device, steps):
+    with Ranks(2, backend="standin", device=device) as ranks:
+        (kind, words, seconds), (own_kind, own_words, _) = ranks.run(bad_input, steps)
+    assert (kind, own_kind) == ("RuntimeError", "ValueError")
+    assert "[layer 'body.bn1', rank 1 of 2]" in own_words
+    assert "withdrew" in words and "expected input to have 3 channels" in words
+    assert "[layer 'body.bn1', rank 0 of 2]" in words
+    assert seconds < 10
+
+
+def different_channels(rank, world_size, steps):
+    for _ in range(steps):
+        step(named(3), 4, 3)
+    step(named(3 + rank), 4, 3 + rank)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_ranks_with_different_channels_all_fail(device, steps):
+    with Ranks(3, case_seconds=30, backend="standin", device=device) as ranks:
+        outcomes = ranks.outcomes(different_channels, steps)
+    for rank, outcome in enumerate(outcomes):
+        assert isinstance(outcome, Failure) and outcome.kind in ("ValueError", "RuntimeError")
+        assert f"rank {rank} of 3]" in outcome.message
+
+
+def different_layers(rank, world_size):
+    layers = named(3, "first"), named(3, "second")
+    for layer in layers:
+        step(layer, 4, 3)
+    step(layers[rank], 4, 3)
+
+
+def test_ranks_that_run_different_layers_all_fail(device):
+    with Ranks(2, case_seconds=30, backend="standin", device=device) as ranks:
+        outcomes = ranks.outcomes(different_layers)
+    for outcome in outcomes:
+        assert outcome.kind == "RuntimeError"
+        assert "layer 'first'" in outcome.message and "layer 'second'" in outcome.message
+
+
+def turn(rank, world_size):
+    """Each rank's next message has another size than the others have heard that it would have."""
+    first, second, third = named(3, "first"), named(5, "second"), named(7, "third")
+    for _ in range(2):
+        step(first, 4, 3)
+        step(second, 4, 5)
+    step(first, 4, 3)
+    step(third, 4, 7)
+    return True
+
+
+def test_ranks_that_turn_together_go_on(world):
+    assert world.run(turn) == [True] * world.world_size
+
+
+def turn_alone(rank, world_size):
+    first, second, third = named(3, "first"), named(5, "second"), named(7, "third")
+    for _ in range(2):
+        step(first, 4, 3)
+        step(second, 4, 5)
+    step(first, 4, 3)
+    step(third, 4, 7) if rank == 1 else step(second, 4, 5)
+
+
+def test_rank_that_turns_alone_fails_all(device):
+    with Ranks(2, case_seconds=30, backend="standin", device=device) as ranks:
+        outcomes = ranks.outcomes(turn_alone)
+    for outcome in outcomes:
+        assert isinstance(outcome, Failure) and outcome.kind in ("ValueError", "RuntimeError")
+        assert "layer 'third'" in outcome.message or "different passes" in outcome.message
+
+
+def fail_in_the_loader(rank, world_size):
+    def batches():
+        yield torch.rand(4, 3)
+        if rank == 1:
+            raise OSError("the disk is gone")
+        yield torch.rand(4, 3)
+
+    try:
+        recompute_statistics(named(3), batches())
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def test_rank_that_fails_between_passes_fails_all(device):
+    with Ranks(2, case_seconds=30, backend="standin", device=device) as ranks:
+        words, own = ranks.run(fail_in_the_loader)
+    assert own == "the disk is gone"
+    assert "withdrew" in words and "the disk is gone" in words
+
+
+# A group whose backend is for CPUs alone, as gloo for MPS: messages without float64 are there.
+
+
+def train_over_gloo(rank, world_size):
+    return train_on_device(rank, world_size, torch.float32, (3, 3))
+
+
+def test_group_with_a_backend_for_cpus_sums_there(ranks):
+    outcomes = ranks(2, "gloo", "standin-float32").run(train_over_gloo)
+    expected = expected_results(torch.float32)
+    num_bytes = 8 * (2 * CHANNELS + 4)
+    for _, calls in outcomes:
+        assert calls == [("all_reduce", num_bytes, "cpu")] * 2
+    whole = torch.cat([result[0] for result, _ in outcomes])
+    torch.testing.assert_close(whole.double(), expected[0], rtol=1e-5, atol=1e-5)
