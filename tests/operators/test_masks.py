@@ -1,4 +1,7 @@
-"""Operators under a mask, against float64 on the places alone that it leaves. On CPUs."""
+"""Operators under a mask, against float64 on the places alone that it leaves. On CPUs.
+
+The many cases of them are of the binary, which no torch changes.
+"""
 
 import math
 
@@ -49,6 +52,7 @@ def operands(shape, layout, dtype):
     return x, dy, residual, mask
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
 def test_moments_match_float64(shape, layout, dtype):
     x, _, _, mask = operands(shape, layout, dtype)
@@ -72,6 +76,7 @@ def check_moments(message, rows):
     assert ((var - expected_var).abs() <= squares_error + message_error).all()
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.999])
 @pytest.mark.parametrize("ratio", [1e2, 1e3, 1e4])
@@ -88,6 +93,7 @@ def test_variance_survives_a_large_mean(layout, share, ratio):
     torch.testing.assert_close(var, expected, rtol=bound, atol=0.0)
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_misleading_samples_cost_no_accuracy(layout, dtype):
@@ -118,6 +124,7 @@ def test_segments_without_places():
         check_moments(ops.batch_norm_stats(spoil(x, mask), mask=mask), valid(x, mask))
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_outputs_are_those_without_a_mask_or_zero(shape, layout, dtype, activation):
@@ -141,6 +148,7 @@ def test_outputs_are_those_without_a_mask_or_zero(shape, layout, dtype, activati
     assert torch.equal(grad, cleared(plain, mask))
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("activation", [None, "silu"])
 @pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
 def test_sums_match_float64(shape, layout, dtype, activation):
@@ -176,6 +184,7 @@ def test_sums_match_float64(shape, layout, dtype, activation):
     assert torch.equal(grad_weight, sums[shape[1] :]) and torch.equal(grad_bias, sums[: shape[1]])
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
 @pytest.mark.parametrize("activation", ["relu", "silu"])
 def test_stored_gradients_are_those_without_a_mask_or_zero(shape, layout, dtype, activation):
