@@ -27,7 +27,8 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   //            [2C+4] with a tag.
   // The sums are derived from a mean and a sum of squared deviations that are computed first, so
   // that the message is as accurate as float64 can carry it. An empty input gives zeros.
-  m.def("batch_norm_stats(Tensor input, float? tag=None, float outlook=0, "
+  m.def(
+      "batch_norm_stats(Tensor input, float? tag=None, float outlook=0, "
       "Tensor? mask=None) -> Tensor message");
 
   // Normalizes by the statistics of the whole group, and updates the running statistics.

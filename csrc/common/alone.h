@@ -24,14 +24,11 @@ struct Alone {
                   std::move(constants), std::move(mask));
   }
 
-  static std::tuple<Tensor, Tensor, Tensor> backward(const Tensor& grad_output, const Tensor& input,
-                                                     const Tensor& mean, const Tensor& invstd,
-                                                     std::optional<Tensor> weight,
-                                                     const Tensor& count, ScalarType weight_dtype,
-                                                     ScalarType bias_dtype,
-                                                     std::optional<Tensor> constants,
-                                                     int64_t activation, double negative_slope,
-                                                     std::optional<Tensor> mask) {
+  static std::tuple<Tensor, Tensor, Tensor> backward(
+      const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
+      std::optional<Tensor> weight, const Tensor& count, ScalarType weight_dtype,
+      ScalarType bias_dtype, std::optional<Tensor> constants, int64_t activation,
+      double negative_slope, std::optional<Tensor> mask) {
     auto [sums, grad_weight, grad_bias] =
         kReduce(grad_output, input, mean, invstd, weight_dtype, bias_dtype, /*tag=*/{},
                 /*outlook=*/0, constants, activation, negative_slope, mask);

@@ -25,10 +25,12 @@ using BackwardReduceFunction = std::tuple<Tensor, Tensor, Tensor>(
     std::optional<Tensor> constants, int64_t activation, double negative_slope,
     std::optional<Tensor> mask);
 
-using BackwardApplyFunction = Tensor(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    std::optional<Tensor> weight, const Tensor& sums, const Tensor& count,
-    std::optional<double> tag_sum, std::optional<Tensor> verdict, std::optional<Tensor> constants,
-    int64_t activation, double negative_slope, std::optional<Tensor> mask);
+using BackwardApplyFunction = Tensor(const Tensor& grad_output, const Tensor& input,
+                                     const Tensor& mean, const Tensor& invstd,
+                                     std::optional<Tensor> weight, const Tensor& sums,
+                                     const Tensor& count, std::optional<double> tag_sum,
+                                     std::optional<Tensor> verdict, std::optional<Tensor> constants,
+                                     int64_t activation, double negative_slope,
+                                     std::optional<Tensor> mask);
 
 }  // namespace syncbn

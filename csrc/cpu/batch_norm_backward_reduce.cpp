@@ -44,8 +44,8 @@ void sum_segments(const Geometry& geometry, const Partition& partition, const ui
     if (mask != nullptr) {
       const auto of_item = rounded.map([&](const A* values) { return values + item.channel; });
       const Fills<Formula, T> fills{nullptr, centers.data() + item.channel};
-      const auto sum = is_in_rows(geometry) ? masked_row_sums<Formula, T>
-                                            : masked_planar_sums<Formula, T>;
+      const auto sum =
+          is_in_rows(geometry) ? masked_row_sums<Formula, T> : masked_planar_sums<Formula, T>;
       sum(tensors, mask, fills, geometry, item, of_item, grad, deviation);
     } else if (is_in_rows(geometry)) {
       dispatch_isa<RowSums<Formula, T>>(&tensors, &geometry, &item, &rounded, grad, deviation);
@@ -107,8 +107,8 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
       } else if constexpr (std::is_same_v<Act, Silu>) {
         if (residual.has_value()) {
           sum_segments<GradTermsThrough<Act, true>::template Formula, T>(
-              geometry, partition, places, {{dy, x, data(residual)}, dz}, {means, scales, shifts, act}, g,
-              d);
+              geometry, partition, places, {{dy, x, data(residual)}, dz},
+              {means, scales, shifts, act}, g, d);
           return;
         }
         if (stored.has_value()) {
@@ -179,7 +179,8 @@ std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     std::optional<Tensor> constants, int64_t activation, double negative_slope,
     std::optional<Tensor> mask) {
   return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
-                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope, mask);
+                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope,
+                mask);
 }
 
 }  // namespace syncbn::cpu

@@ -317,9 +317,9 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double o
 
   std::vector<MaskedSegment> masked;
   if (places != nullptr) {
-    masked = find_segments(places, geometry, partition, input.scalar_type() == ScalarType::Double
-                                                            ? kSamples<double>
-                                                            : kSamples<float>);
+    masked = find_segments(
+        places, geometry, partition,
+        input.scalar_type() == ScalarType::Double ? kSamples<double> : kSamples<float>);
   }
 
   dispatch_dtype(input.scalar_type(), [&](auto tag) {
@@ -335,8 +335,8 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double o
   // The first segment takes up the others.
   int64_t before = 0;
   for (int64_t segment = 0; segment < partition.segments; ++segment) {
-    const int64_t count = places != nullptr ? masked[segment].count
-                                            : places_of_segment(geometry, partition, segment);
+    const int64_t count =
+        places != nullptr ? masked[segment].count : places_of_segment(geometry, partition, segment);
     if (segment > 0) {
       dispatch_isa<Merge>(channels, static_cast<double>(before), means.data(), m2s.data(),
                           static_cast<double>(count), &means[segment * channels],

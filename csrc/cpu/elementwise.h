@@ -147,10 +147,9 @@ void compute_in_rows(ElementwiseJob<Formula, T> job, const Geometry& geometry, c
   };
   if (wide_rows > 0) {
     lay_out(wide_row);
-    torch::stable::parallel_for(0, wide_rows, ceil_div(kMinValuesPerThread, wide_row),
-                                [&](int64_t begin, int64_t end) {
-                                  compute_rows(wide_row, begin * wide_row, end - begin);
-                                });
+    torch::stable::parallel_for(
+        0, wide_rows, ceil_div(kMinValuesPerThread, wide_row),
+        [&](int64_t begin, int64_t end) { compute_rows(wide_row, begin * wide_row, end - begin); });
   }
   if (const int64_t rest = geometry.outer - wide_rows * rows_in_wide; rest > 0) {
     lay_out(row);
