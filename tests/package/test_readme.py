@@ -14,6 +14,7 @@ DOCUMENTS = [
     "CHANGELOG.md",
     "docs/architecture.md",
     "docs/choosing.md",
+    "docs/devices.md",
     "docs/failures.md",
     "docs/fusion.md",
     "docs/integrations.md",
