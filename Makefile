@@ -22,12 +22,13 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/
     tests/emulation/*.cpp tests/emulation/*.h tests/emulation/*/*.cpp tests/emulation/*/*.h \
     tests/sanitizer/*.cpp benchmarks/*.cpp)
 
-.PHONY: help install demo test bench gpu-check sanitize works record-works docs lint format wheel clean
+.PHONY: help install demo test hidden bench gpu-check sanitize works record-works docs lint format wheel clean
 
 help:
 	@echo "make install    build and install into the virtual environment"
 	@echo "make demo       train on real data in two processes and show the result"
 	@echo "make test       check format, lint and types, and run every test"
+	@echo "make hidden     run the tests of layers without the CPU operators, as other devices do"
 	@echo "make bench      measure this machine, draw the results, write the README's table"
 	@echo "make works      run what the table in docs/pytorch2.md shows, with two torches, and write it"
 	@echo "make docs       build the documentation site in build/site; a broken link is an error"
@@ -72,6 +73,12 @@ test: lint $(VENV)/syncbn.stamp
 bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/python -m benchmarks run --device $(DEVICE) $(if $(QUICK),--quick)
 	$(if $(QUICK),,$(BIN)/python -m benchmarks table)
+
+# What is computed on devices without operators, in place of the CPU's.
+hidden: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
+	$(BIN)/pytest tests/layer/test_plain.py tests/ranks/test_plain_ranks.py tests/layer/test_hidden.py
+	SYNCBN_HIDE_OPERATORS=float64 $(BIN)/pytest tests/layer tests/ranks
+	SYNCBN_HIDE_OPERATORS=float32 $(BIN)/pytest tests/layer tests/ranks
 
 gpu-check:
 	SYNCBN_COMMIT=$(COMMIT) $(PYTHON) -m tools.gpu_check $(OUTPUT)

@@ -40,6 +40,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(folder))
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hidden.kind() is None:
+        return
+    left_out = [item for item in items if item.nodeid.split("[")[0].startswith((*hidden.NOT_RUN,))]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
 def why_no_cuda() -> str | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a driver that is too old

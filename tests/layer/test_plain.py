@@ -5,13 +5,16 @@ The device is a stand-in, in a process of its own: with float64, or refusing it
 """
 
 import copy
+import os
 import subprocess
 import sys
 import warnings
 
+import hidden
 import pytest
 import torch
 from cases import DTYPES, EMPTY_SHAPES, OPS, arguments, layouts, make_input, operator
+from standin import SUPPORT
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -101,8 +104,8 @@ def message_far_from_zero(rank, world_size):
 
 def test_mean_of_a_thousand_standard_deviations(device):
     ((actual, expected),) = device.run(message_far_from_zero)
-    # Reading a variance from float64 sums costs 1e-16 (mean / std)²: csrc/common/message.h. The rest
-    # are roundings of 8,000 squares and their sum in float32.
+    # Reading a variance from float64 sums costs 1e-16 (mean / std)², see csrc/common/message.h; and
+    # 8,000 squares and their sum are rounded to float32.
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=0)
 
 
@@ -371,11 +374,6 @@ for warning in caught:
     ("kind", "device_type"), [("float64", "cpu"), ("float32", "standin"), ("", None)]
 )
 def test_one_announcement_in_a_process(kind, device_type):
-    import os
-
-    import hidden
-    from standin import SUPPORT
-
     script = ANNOUNCED.format(support=str(SUPPORT))
     environment = {**os.environ, hidden.VARIABLE: kind}
     command = [sys.executable, "-c", script]

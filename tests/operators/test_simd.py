@@ -13,7 +13,8 @@ from syncbn._extension import build_info
 pytestmark = pytest.mark.any_torch  # the binaries are the same with all
 
 TESTS = Path(__file__).parent
-OPERATORS = [*sorted(TESTS.glob("test_batch_norm_*.py")), TESTS / "test_streaming.py"]
+OPERATORS = [*sorted(TESTS.glob("test_batch_norm_*.py"))]
+OPERATORS += [TESTS / "test_masks.py", TESTS / "test_streaming.py"]
 LEVELS = ["DEFAULT", "AVX2", "AVX512"]
 
 

@@ -16,6 +16,7 @@ DOCUMENTS = [
     "docs/api.md",
     "docs/architecture.md",
     "docs/choosing.md",
+    "docs/devices.md",
     "docs/failures.md",
     "docs/fusion.md",
     "docs/integrations.md",

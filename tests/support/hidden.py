@@ -23,6 +23,16 @@ KINDS = ("float64", "float32")
 _OF_DEVICE = ("grad_output", "input", "weight", "bias", "running_mean", "running_var")
 _OF_DEVICE += ("num_batches_tracked", "residual", "output")
 
+# Tests that are not of what the expressions compute, and the reason for each.
+NOT_RUN = {
+    "tests/layer/test_plain.py": "has devices of its own",
+    "tests/layer/test_hidden.py": "runs what runs here",
+    "tests/ranks/test_plain_ranks.py": "has devices of its own",
+    "tests/operators/test_activations.py::test_arguments_that_do_not_fit": "the layer checks",
+    "tests/operators/test_announcement.py::test_sums_that_are_to_be_judged_must_have_an_announcement"
+    "": "the layer checks",
+}
+
 _libraries: list[torch.library.Library] = []
 
 

@@ -88,6 +88,10 @@ class Ranks:
         self.folder.cleanup()
 
     def start(self) -> None:
+        if self.device.startswith("standin"):
+            import standin
+
+            standin.build()  # once, and not in the time of a case
         context = multiprocessing.get_context(self.start_method)
         context.set_forkserver_preload(FORKSERVER_IMPORTS)
         store = str(Path(tempfile.mkdtemp(dir=self.folder.name)) / "store")

@@ -41,7 +41,7 @@ def build() -> Path:
     objects = [folder / f"{source.name}.{os.getpid()}.o" for source in SOURCES]
 
     def compile_one(source: Path, target: Path) -> None:
-        compile_cxx(*includes, "-c", source, "-o", target)
+        compile_cxx(*includes, "-std=c++20", "-c", source, "-o", target)  # torch 2.15's headers
 
     in_parallel(compile_one, SOURCES, objects)
     part = folder / f"{os.getpid()}.so"
