@@ -97,8 +97,9 @@ def test_error_is_at_most_twice_that_on_valid_values_alone(
     theirs = run_separately(rows.as_leaves(), activation)
     ours = run_layer(masked.as_leaves(), mask, activation)
     # Torch's SiLU of rows has half the error of its SiLU of planes here; ours rounds a product and
-    # a sum, the sigmoid and one more product. And sums of tens of values are exact by chance.
-    assert_error_at_most_twice(ours, theirs, exact, roundings=4)
+    # a sum, the sigmoid and one more product, its derivative two products more. And torch's sums of
+    # tens of values are exact by chance.
+    assert_error_at_most_twice(ours, theirs, exact, roundings=6 if activation == "silu" else 4)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
