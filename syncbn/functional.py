@@ -140,10 +140,17 @@ def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> T
     """
     # Symbolic tracing has no values to check; torch.jit.trace would warn of each that is looked at.
     if isinstance(input, torch.fx.Proxy) or is_tracing():
-        if arguments.mask is not None:
+        mask, by_batch = arguments.mask, arguments.running_mean is None
+        if mask is None:
+            output = local.batch_norm(input, arguments, training=by_batch)
+            return activations.follow(output, arguments)
+        if by_batch:
             return evaluate_masked(input, arguments)
-        output = local.batch_norm(input, arguments, training=arguments.running_mean is None)
-        return activations.follow(output, arguments)
+        if arguments.residual is not None:
+            residual = masks.clear_given(arguments.residual, mask)
+            arguments = arguments._replace(residual=residual)
+        output = local.batch_norm(masks.clear_given(input, mask), arguments, training=False)
+        return masks.clear_given(activations.follow(output, arguments), mask)
     try:
         checks.check_evaluation(input, arguments)
     except (TypeError, ValueError) as error:
@@ -155,7 +162,8 @@ def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> T
 
 def evaluate_masked(input: Tensor, arguments: Arguments) -> Tensor:
     """Do as :func:`evaluate`, with a mask among the arguments, which have been checked."""
-    assert arguments.mask is not None
+    if arguments.mask is None:  # a placeholder of symbolic tracing
+        return activations.follow(local.evaluate(input, arguments), arguments)
     mask, residual = masks.as_places(arguments.mask, input), arguments.residual
     if residual is not None:
         arguments = arguments._replace(residual=masks.clear(residual, mask))

@@ -1,11 +1,16 @@
 """Masks of places that count in no statistics, and operators under one where ours take none."""
 
+from typing import TypeVar
+
 import torch
+import torch.fx
 from torch import Tensor
 
 from syncbn import devices, layout
 
-__all__ = ["as_places", "broadcasts", "clear", "clear_", "fill", "take_out_"]
+__all__ = ["as_places", "broadcasts", "clear", "clear_", "clear_given", "fill", "take_out_"]
+
+TensorT = TypeVar("TensorT", Tensor, Tensor | None)
 
 
 def broadcasts(mask: Tensor, input: Tensor) -> bool:
@@ -29,6 +34,17 @@ def as_places(mask: Tensor, input: Tensor) -> Tensor:
 def clear(tensor: Tensor, places: Tensor) -> Tensor:
     """Return the tensor with zeros at masked places, from which no gradient comes."""
     return torch.where(places.unsqueeze(1), tensor, 0.0)
+
+
+def clear_given(tensor: TensorT, mask: Tensor | None) -> TensorT:
+    """Return the tensor with zeros where a mask is false, which is as a user gives it, or None."""
+    if tensor is None or mask is None:
+        return tensor
+    return clear(tensor, as_places(mask, tensor))
+
+
+# Symbolic tracing of a layer by itself makes a placeholder of its mask, which may stay None.
+torch.fx.wrap("clear_given")
 
 
 def clear_(tensor: Tensor, places: Tensor) -> None:

@@ -13,7 +13,10 @@ On CUDA devices (ROCm's are called so) nothing waits for the device. On others a
 raise at once what is wrong.
 """
 
+import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -428,7 +431,26 @@ OPERATORS = (
     batch_norm_backward,
 )
 
+
+def _for_other_devices(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the operator, refusing what a device with operators has no kernel for.
+
+    The dispatcher also comes here with quantized, sparse and nested tensors.
+    """
+
+    @functools.wraps(operator)
+    def call(batch: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if devices.has_operators(batch.device):
+            raise NotImplementedError(
+                f"syncbn::{operator.__name__} takes dense tensors without subclasses on "
+                f"{batch.device.type}, neither sparse nor nested nor quantized ones"
+            )
+        return operator(batch, *arguments, **keywords)
+
+    return call
+
+
 # Behind every kernel that csrc registers for a device.
 _library = torch.library.Library("syncbn", "IMPL", "CompositeExplicitAutograd")
 for _operator in OPERATORS:
-    _library.impl(_operator.__name__, _operator)
+    _library.impl(_operator.__name__, _for_other_devices(_operator))

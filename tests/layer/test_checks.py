@@ -284,7 +284,7 @@ def test_batched_gradients_of_ranks_are_refused():
 def run_out_of_memory(rank, world_size):
     if rank == 1:
 
-        def fail(*args):
+        def fail(*args, **keywords):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
         ops.batch_norm_stats = fail

@@ -144,9 +144,9 @@ def test_results_are_what_the_layers_own_fusion_gives(monkeypatch):
     """The fused places reach the layer's own passes, and those of other shapes do not."""
     model, seen = fuse_activations(Called()), []
 
-    def spy(layer, input, residual, *what):
-        seen.append((residual is not None, *what))
-        return original(layer, input, residual, *what)
+    def spy(layer, input, residual, activation, slope, mask=None):
+        seen.append((residual is not None, activation, slope))
+        return original(layer, input, residual, activation, slope, mask)
 
     original = SyncBatchNorm.forward_through
     monkeypatch.setattr(SyncBatchNorm, "forward_through", spy)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import syncbn
-from syncbn import SyncBatchNorm, activations
+from syncbn import SyncBatchNorm, activations, masks
 
 OPTIONS = [
     {},
@@ -141,8 +141,11 @@ def test_symbolic_tracing_of_the_layer_itself():
     evaluated = torch.fx.symbolic_trace(layer.eval())
     assert torch.equal(evaluated(x), layer(x))
     functions = [node.target for node in evaluated.graph.nodes if node.op == "call_function"]
-    # And one of ours, for a residual may be given to what was traced.
-    assert functions == [nn.functional.batch_norm, activations.add_residual]
+    # And some of ours, for a residual and a mask may be given to what was traced.
+    assert functions == [
+        *(masks.clear_given, masks.clear_given, nn.functional.batch_norm),
+        *(activations.add_residual, masks.clear_given),
+    ]
     evaluated, layer = evaluated.double(), layer.double()
     x = x.double()
     assert torch.equal(evaluated(x, x), layer(x, x))
