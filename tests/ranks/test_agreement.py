@@ -141,6 +141,7 @@ class Group:
     """A process group whose name and count of operations are those of others."""
 
     group_name = "0"
+    _device_types = (CPU,)
 
     def __init__(self, store, size=2):
         self.store, self.num_ranks = store, size
