@@ -159,18 +159,63 @@ struct MomentsOfSums {
   }
 };
 
-// The moments of an item's channels, in `means` and `m2s`.
+// The moments of one channel of planes. `masked` is null where all places count.
 template <typename T>
-class ItemMoments {
+void planar_moments(const T* x, const Geometry& geometry, const Item& item,
+                    const MaskedSegment* masked, double* mean, double* m2) {
+  using A = compute_t<T>;
+  const int64_t places = masked != nullptr ? masked->count : item.length;
+  if (places == 0) {
+    *mean = 0;
+    *m2 = 0;
+    return;
+  }
+  const auto count = static_cast<double>(places);
+  A values[kSamples<A>];
+  for (int i = 0; i < kSamples<A>; ++i) {
+    const int64_t place = masked != nullptr
+                              ? masked->samples[i]
+                              : item.begin + sample_position(i, kSamples<A>, item.length);
+    values[i] = to_compute(x[Spans(geometry, item.channel, place, 1).offset]);
+  }
+  A center = guess_center(values);
+  const SummedTensors<DeviationTerms, T> tensors{{x}};
+  for (bool again : {true, false}) {
+    double deviations;
+    double squares;
+    if (masked != nullptr) {
+      // A value of T, which fills masked places: their deviations are exactly zero then.
+      const T fill = static_cast<T>(center);
+      center = to_compute(fill);
+      masked_planar_sums<DeviationTerms, T>(tensors, masked->mask, {&fill}, geometry, item,
+                                            {&center}, &deviations, &squares);
+    } else {
+      // Constants of all channels, of which only the item's is looked at.
+      const DeviationTerms<const A*> centers{&center - item.channel};
+      dispatch_isa<PlanarSums<DeviationTerms, T>>(&tensors, &geometry, &item, &centers, &deviations,
+                                                  &squares);
+    }
+    const SegmentMoments moments = moments_of_sums<A>(count, center, deviations, squares);
+    *mean = moments.mean;
+    *m2 = moments.m2;
+    if (!moments.center_is_far || !again) {
+      return;
+    }
+    center = better_center<A>(moments, count);
+  }
+}
+
+// The moments of the channels of an item of rows, in `means` and `m2s`.
+template <typename T>
+class RowMoments {
  public:
   using A = compute_t<T>;
 
-  ItemMoments(const T* x, const Geometry& geometry, const Item& item, const MaskedSegment* masked)
+  RowMoments(const T* x, const Geometry& geometry, const Item& item, const MaskedSegment* masked)
       : x_(x), geometry_(geometry), item_(item), masked_(masked) {}
 
   void compute(double* means, double* m2s) {
-    const int64_t inner = is_in_rows(geometry_) ? geometry_.inner : 1;
-    const int64_t places = masked_ != nullptr ? masked_->count : item_.length * inner;
+    const int64_t places = masked_ != nullptr ? masked_->count : item_.length * geometry_.inner;
     std::fill(means, means + item_.channels, 0);
     std::fill(m2s, m2s + item_.channels, 0);
     if (places == 0) {
@@ -201,19 +246,10 @@ class ItemMoments {
     if (masked_ != nullptr) {
       return masked_->samples[i];
     }
-    const int64_t inner = is_in_rows(geometry_) ? geometry_.inner : 1;
-    return (item_.begin + sample_position(i, kSamples<A>, item_.length)) * inner;
+    return (item_.begin + sample_position(i, kSamples<A>, item_.length)) * geometry_.inner;
   }
 
   void guess() {
-    if (!is_in_rows(geometry_)) {
-      A values[kSamples<A>];
-      for (int i = 0; i < kSamples<A>; ++i) {
-        values[i] = to_compute(x_[Spans(geometry_, item_.channel, sample(i), 1).offset]);
-      }
-      centers_[0] = guess_center(values);
-      return;
-    }
     const int64_t inner = geometry_.inner;
     const int64_t stride = geometry_.channels * inner;
     const T* rows[kSamples<A>];
@@ -248,21 +284,14 @@ class ItemMoments {
   void sum() {
     const SummedTensors<DeviationTerms, T> tensors{{x_}};
     if (masked_ != nullptr) {
-      const auto sums = is_in_rows(geometry_) ? masked_row_sums<DeviationTerms, T>
-                                              : masked_planar_sums<DeviationTerms, T>;
-      sums(tensors, masked_->mask, {&fills_[0]}, geometry_, item_, {&centers_[0]}, &deviations_[0],
-           &squares_[0]);
+      masked_row_sums<DeviationTerms, T>(tensors, masked_->mask, {&fills_[0]}, geometry_, item_,
+                                         {&centers_[0]}, &deviations_[0], &squares_[0]);
       return;
     }
     // Constants of all channels, of which only those of the item are looked at.
     const DeviationTerms<const A*> centers{&centers_[0] - item_.channel};
-    if (is_in_rows(geometry_)) {
-      dispatch_isa<RowSums<DeviationTerms, T>>(&tensors, &geometry_, &item_, &centers,
-                                               &deviations_[0], &squares_[0]);
-    } else {
-      dispatch_isa<PlanarSums<DeviationTerms, T>>(&tensors, &geometry_, &item_, &centers,
-                                                  &deviations_[0], &squares_[0]);
-    }
+    dispatch_isa<RowSums<DeviationTerms, T>>(&tensors, &geometry_, &item_, &centers,
+                                             &deviations_[0], &squares_[0]);
   }
 
   const T* x_;
@@ -326,9 +355,14 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double o
     using T = typename decltype(tag)::type;
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     for_each_item(geometry, partition, [&](const Item& item) {
-      ItemMoments<T>(x, geometry, item, places != nullptr ? &masked[item.segment] : nullptr)
-          .compute(&means[item.segment * channels + item.channel],
-                   &m2s[item.segment * channels + item.channel]);
+      const MaskedSegment* const segment = places != nullptr ? &masked[item.segment] : nullptr;
+      double* const mean = &means[item.segment * channels + item.channel];
+      double* const m2 = &m2s[item.segment * channels + item.channel];
+      if (is_in_rows(geometry)) {
+        RowMoments<T>(x, geometry, item, segment).compute(mean, m2);
+      } else {
+        planar_moments<T>(x, geometry, item, segment, mean, m2);
+      }
     });
   });
 
