@@ -217,6 +217,7 @@ def run_layer(rank, world_size, *case):
         return train(on_device, "standin", *others), train(layer, "cpu", *others)
 
 
+@pytest.mark.works("training on a device without operators of ours")
 @pytest.mark.parametrize("with_residual", [False, True])
 @pytest.mark.parametrize("activation", NUMBERS)
 def test_layer_trains_as_on_the_cpu(device, activation, with_residual):
