@@ -50,6 +50,8 @@ def between_passes(error: Exception, groups: Iterable[ProcessGroup]) -> None:
         _wait_for(work)
 
 
+# Torch 2.15 refuses to compile code that looks at a group's devices.
+@torch.compiler.disable  # type: ignore[misc]
 def _start(
     error: Exception,
     group: ProcessGroup,
