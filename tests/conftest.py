@@ -31,6 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # Inductor otherwise keeps a process for each processor, here and in each rank.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     hidden.hide()
     if hidden.kind() is not None:
         config.addinivalue_line("filterwarnings", "ignore:syncbn has no operators for 'cpu'")
@@ -166,7 +168,5 @@ def library(
 @pytest.fixture(scope="session")
 def compiling_ranks() -> Iterator[Ranks]:
     """Two ranks with the time that compilers take, for themselves and while the other one waits."""
-    # One thread: inductor otherwise keeps a process for each processor.
-    env = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    with Ranks(2, env, case_seconds=240, collective_seconds=120) as pool:
+    with Ranks(2, case_seconds=240, collective_seconds=120) as pool:
         yield pool

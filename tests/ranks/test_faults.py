@@ -32,7 +32,6 @@ def outcomes_of(fault, where, world_size, mode, folder):
         world_size,
         case_seconds=120,
         after_failure_seconds=60,  # the survivors go on in a new group
-        start_method="forkserver",
     ) as ranks:
         return ranks.outcomes(run, fault.name, where, mode, str(folder))
 
@@ -134,7 +133,7 @@ def train_compiled_in_two_groups(rank, world_size, folder):
 
 
 def test_compiled_layers_train_in_a_new_group(tmp_path):
-    with Ranks(2, case_seconds=120, start_method="forkserver") as ranks:
+    with Ranks(2, case_seconds=120) as ranks:
         assert ranks.run(train_compiled_in_two_groups, str(tmp_path)) == [True] * 2
 
 
@@ -154,7 +153,7 @@ def train_without_default_group(rank, world_size, path, wraps, mode):
 @pytest.mark.parametrize("wraps", [False, True], ids=["by-hand", "subclass"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_group_without_a_default_group_is_used(world_size, wraps, mode, tmp_path):
-    with Ranks(world_size, start_method="forkserver", case_seconds=90) as ranks:
+    with Ranks(world_size, case_seconds=90) as ranks:
         results = ranks.run(train_without_default_group, str(tmp_path / "store"), wraps, mode)
     assert results == [True] * world_size
 
@@ -177,7 +176,7 @@ def train_while_the_group_changes(rank, world_size, mode):
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_size_of_a_group_may_change_between_steps(mode):
-    with Ranks(3, start_method="forkserver", case_seconds=90) as ranks:
+    with Ranks(3, case_seconds=90) as ranks:
         assert ranks.run(train_while_the_group_changes, mode) == [True] * 3
 
 

@@ -4,8 +4,8 @@ Starting a process and importing torch takes seconds, so one set of processes se
 ``Ranks.run`` sends them a function by name and its arguments, and returns each rank's result. A
 case that hangs fails within a minute with each rank's stack; processes never outlive their set.
 
-With ``start_method="forkserver"`` processes start at once, as forks of one that has imported torch
-and done nothing else: for cases that end their processes.
+They start at once, as forks of a process that has imported torch and done nothing else. On CUDA, and
+with an environment of their own, which torch reads as it is imported, they start from nothing.
 
 On "standin-float64" and "standin-float32" the default device is that of standin.py, with float64 or
 without. On CUDA a function finds its GPU as the default device. Ranks share GPUs where there are
@@ -65,11 +65,9 @@ class Ranks:
         collective_seconds: float = COLLECTIVE_SECONDS,
         backend: str = "gloo",
         device: str = "cpu",
-        start_method: str = "spawn",
         after_failure_seconds: float = AFTER_FAILURE_SECONDS,
     ) -> None:
         self.world_size = world_size
-        self.start_method = start_method
         self.after_failure_seconds = after_failure_seconds
         self.backend = backend
         self.device = device
@@ -92,7 +90,8 @@ class Ranks:
             import standin
 
             standin.build()  # once, and not in the time of a case
-        context = multiprocessing.get_context(self.start_method)
+        alike = self.device != "cuda" and not self.env
+        context: Any = multiprocessing.get_context("forkserver" if alike else "spawn")
         context.set_forkserver_preload(FORKSERVER_IMPORTS)
         store = str(Path(tempfile.mkdtemp(dir=self.folder.name)) / "store")
         for rank in range(self.world_size):
