@@ -81,6 +81,7 @@ SHAPES = [(7, 3), (5, 70), (3, 5, 6, 7), (4, 1, 9, 11), (2, 3, 4, 5, 6), *EMPTY_
 CASES = [(d, t) for d in DEVICES for t in DTYPES if (d, t) != (DEVICES[1], torch.float64)]
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize(("device_kind", "dtype"), CASES)
 @pytest.mark.parametrize("name", OPS)
 def test_operator_computes_what_that_of_the_cpu_does(ranks, device_kind, name, dtype):
@@ -370,6 +371,7 @@ for warning in caught:
 """
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize(
     ("kind", "device_type"), [("float64", "cpu"), ("float32", "standin"), ("", None)]
 )

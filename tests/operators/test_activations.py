@@ -7,6 +7,8 @@ from cases import make_input, per_channel
 
 from syncbn import ops
 
+pytestmark = pytest.mark.any_torch
+
 NONE, RELU, LEAKY_RELU, SILU = range(4)
 
 

@@ -7,6 +7,8 @@ from cases import DTYPES, make_input, make_vector
 from syncbn import ops
 from syncbn.activations import NUMBERS
 
+pytestmark = pytest.mark.any_torch
+
 SHAPES = [(6, 5, 7, 3), (4, 70), (3, 64, 9, 9)]
 
 

@@ -6,6 +6,8 @@ from cases import arguments, make_input, operator
 
 from syncbn import ops
 
+pytestmark = pytest.mark.any_torch
+
 TAG, OUTLOOK = 77.0, 12.0
 CHANNELS = 3
 SENDERS = {"batch_norm_stats": 2 * CHANNELS + 1, "batch_norm_backward_reduce": 2 * CHANNELS}

@@ -13,7 +13,7 @@ from cases import (
 
 from syncbn import ops
 
-pytestmark = pytest.mark.usefixtures("each_device")
+pytestmark = [pytest.mark.any_torch, pytest.mark.usefixtures("each_device")]
 
 
 def apply(x, *, weight=None, bias=None, mean=None, var=None, tracked=None, momentum=0.1, eps=1e-5):

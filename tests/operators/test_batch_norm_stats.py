@@ -13,7 +13,7 @@ from cases import (
 
 from syncbn import ops
 
-pytestmark = pytest.mark.usefixtures("each_device")
+pytestmark = [pytest.mark.any_torch, pytest.mark.usefixtures("each_device")]
 
 
 def read_message(message, channels):

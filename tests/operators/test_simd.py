@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import operator_times
@@ -30,15 +31,30 @@ def run_with(instruction_set, *command):
     )
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_operators_are_right_with_each_instruction_set(level):
+def run_tests(level):
+    options = ["-q", "-p", "no:cacheprovider", "-k", "not opcheck"]
+    return run_with(level.lower(), "-m", "pytest", *options, *OPERATORS)
+
+
+@pytest.fixture(scope="module")
+def tests_with():
+    """The tests with each instruction set below the highest, beside each other.
+
+    The highest is what all other tests run with.
+    """
+    lower = LEVELS[: LEVELS.index(build_info["instruction_set"])]
+    with ThreadPoolExecutor() as pool:
+        yield {level: pool.submit(run_tests, level) for level in lower}
+
+
+@pytest.mark.parametrize("level", LEVELS[:-1])
+def test_operators_are_right_with_each_instruction_set(level, tests_with):
     highest = build_info["instruction_set"]
-    if LEVELS.index(level) > LEVELS.index(highest):
-        pytest.skip(f"this processor has {highest} at most")
+    if level not in tests_with:
+        pytest.skip(f"this processor has {highest} at most, with which all other tests run")
     code = "from syncbn._extension import build_info; print(build_info['instruction_set'])"
     assert run_with(level.lower(), "-c", code).stdout.split() == [level]
-    options = ["-q", "-p", "no:cacheprovider"]
-    tests = run_with(level.lower(), "-m", "pytest", *options, *OPERATORS)
+    tests = tests_with[level].result()
     assert tests.returncode == 0, tests.stdout
 
 

@@ -9,6 +9,8 @@ from operator_times import shortest_time
 
 from syncbn import ops
 
+pytestmark = pytest.mark.any_torch
+
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
 # Planes that begin anywhere in a line of a cache, rows of whole packs, and rows of none.

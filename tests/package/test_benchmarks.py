@@ -17,6 +17,8 @@ from benchmarks.layer import Setting, make_layers, timed_rows
 from benchmarks.nets import shapes_of_nets
 from benchmarks.timings import ALLOCATORS
 
+pytestmark = pytest.mark.any_torch
+
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory):

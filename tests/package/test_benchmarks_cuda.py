@@ -16,6 +16,8 @@ from benchmarks.layer import Setting
 from benchmarks.stamp import stamp
 from benchmarks.timer import host_clock
 
+pytestmark = pytest.mark.any_torch
+
 CPU = torch.device("cpu")
 
 

@@ -9,6 +9,8 @@ from paths import ROOT
 from benchmarks.cases import SUITES
 from benchmarks.rows import write
 
+pytestmark = pytest.mark.any_torch
+
 
 @pytest.fixture
 def installed(tmp_path):

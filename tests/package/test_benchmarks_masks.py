@@ -8,6 +8,8 @@ from benchmarking import execute
 
 from benchmarks.masks import masks
 
+pytestmark = pytest.mark.any_torch
+
 
 @pytest.mark.parametrize("shape", [(8, 3, 5, 50), (8, 3, 50)])
 def test_masks_leave_about_half_of_the_places(shape):

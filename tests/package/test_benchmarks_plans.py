@@ -7,6 +7,8 @@ from benchmarks import cuda_plans
 from benchmarks.cases import Case
 from benchmarks.cuda_plans import KERNELS, L2, LAUNCH, MEMORY, SIGNAL, STEP, Plan
 
+pytestmark = pytest.mark.any_torch
+
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):

@@ -16,6 +16,8 @@ from benchmarks.nets import shapes_of_nets
 from benchmarks.rows import RESULTS, read, write
 from tools.generated_block import replace_block
 
+pytestmark = pytest.mark.any_torch
+
 COLUMNS = ["float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last"]
 EMPTY = "before\n<!-- benchmark table -->\n<!-- end of benchmark table -->\nafter\n"
 

@@ -47,6 +47,7 @@ def test_python_code_runs_in_one_process_and_in_two(tmp_path, launch):
     assert len(printed) == (2 if launch else 1) and len(set(printed)) == 1
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("launch", [[], TWO_PROCESSES])
 def test_code_of_the_statistics_runs_in_one_process_and_in_two(tmp_path, launch):
     (code,) = blocks("python", (ROOT / "docs/statistics.md").read_text())
@@ -58,6 +59,7 @@ def test_code_of_the_statistics_runs_in_one_process_and_in_two(tmp_path, launch)
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("launch", [[], TWO_PROCESSES])
 def test_code_of_the_masks_runs_in_one_process_and_in_two(tmp_path, launch):
     (code,) = blocks("python", (ROOT / "docs/masks.md").read_text())
@@ -69,6 +71,7 @@ def test_code_of_the_masks_runs_in_one_process_and_in_two(tmp_path, launch):
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.any_torch
 def test_code_of_the_choices_runs_in_two_processes(tmp_path):
     (code,) = blocks("python", (ROOT / "docs/choosing.md").read_text())
     (tmp_path / "train.py").write_text(code)
@@ -87,7 +90,7 @@ def test_commands_are_the_ones_that_are_tested():
     assert commands() == ["pip install .", "make demo", "make test"]
 
 
-@pytest.mark.parametrize("target", ["demo", "test", "bench", "works"])
+@pytest.mark.parametrize("target", ["demo", "test", "bench", "works", "wheels"])
 def test_make_knows_the_target(target):
     result = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
 from paths import ROOT
+
+pytestmark = pytest.mark.any_torch
 
 PROGRAM = """
 from torch import nn

@@ -12,6 +12,8 @@ from paths import ROOT
 from tools import works
 from tools.generated_block import replace_block
 
+pytestmark = pytest.mark.any_torch
+
 TESTS = ROOT / "tests"
 VERSION = torch.__version__.split("+")[0]
 

@@ -4,8 +4,8 @@ Starting a process and importing torch takes seconds, so one set of processes se
 ``Ranks.run`` sends them a function by name and its arguments, and returns each rank's result. A
 case that hangs fails within a minute with each rank's stack; processes never outlive their set.
 
-They start at once, as forks of a process that has imported torch and done nothing else. On CUDA, and
-with an environment of their own, which torch reads as it is imported, they start from nothing.
+They start at once, as forks of a process that has imported torch and done nothing else. On CUDA,
+and with an environment of their own, which torch reads as it is imported, they start from nothing.
 
 On "standin-float64" and "standin-float32" the default device is that of standin.py, with float64 or
 without. On CUDA a function finds its GPU as the default device. Ranks share GPUs where there are
