@@ -6,6 +6,7 @@
 # DEVICE   what is benchmarked, cpu or cuda                       (cpu)
 # OUTPUT   where gpu-check leaves its logs                        (build/gpu-check)
 # COMMIT   what gpu-check says it measured, where git cannot tell
+# PYTHONS  the versions that wheels are built for  (those of 3.10 to 3.14 that are on PATH)
 PYTHON ?= python3
 TORCH ?=
 VENV ?= .venv
@@ -14,6 +15,7 @@ QUICK ?=
 DEVICE ?= cpu
 OUTPUT ?= build/gpu-check
 COMMIT ?=
+PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13 3.14,$(if $(shell python$v -V 2>/dev/null),$v))
 
 BIN := $(VENV)/bin
 TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
@@ -22,7 +24,8 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/
     tests/emulation/*.cpp tests/emulation/*.h tests/emulation/*/*.cpp tests/emulation/*/*.h \
     tests/sanitizer/*.cpp benchmarks/*.cpp)
 
-.PHONY: help install demo test hidden bench gpu-check sanitize works record-works docs lint format wheel clean
+.PHONY: help install demo test hidden bench gpu-check sanitize works record-works docs lint format wheel sdist wheels \
+    manylinux try-wheel clean
 
 help:
 	@echo "make install    build and install into the virtual environment"
@@ -35,7 +38,11 @@ help:
 	@echo "make gpu-check  build in place, test and measure on a GPU; installs nothing"
 	@echo "make sanitize   the CPU operators with g++'s address, undefined and thread sanitizers"
 	@echo "make format     format the sources"
-	@echo "make wheel      build dist/*.whl, good for every torch from 2.11 on"
+	@echo "make wheel      build dist/*.whl for this Python, good for every torch from 2.11 on"
+	@echo "make sdist      build dist/*.tar.gz"
+	@echo "make wheels     build the sdist, and of it dist/*manylinux*.whl, one for each Python at hand"
+	@echo "make manylinux  the same in Docker for each Python and an older glibc, as PyPI gets them"
+	@echo "make try-wheel  install WHEEL alone into VENV and run the tests that each wheel passes"
 	@echo "make clean      remove what was built and the virtual environments"
 	@echo
 	@sed -n 's/^# \([A-Z][A-Z]\)/\1/p' Makefile
@@ -49,7 +56,7 @@ $(TORCH_STAMP):
 
 # torch is named again so that nothing here moves it to another version.
 $(VENV)/tools.stamp: $(TORCH_STAMP) pyproject.toml
-	$(BIN)/pip install --quiet --group demo --group test --group docs \
+	$(BIN)/pip install --quiet --group demo --group test --group docs --group wheels \
 	    torch==$$($(BIN)/python -c "from importlib.metadata import version; print(version('torch'))")
 	touch $@
 
@@ -114,6 +121,38 @@ format: $(VENV)/tools.stamp
 wheel: $(TORCH_STAMP)
 	rm -rf dist
 	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+sdist: $(VENV)/tools.stamp
+	rm -rf dist build/wheels
+	$(BIN)/python -m build --sdist --no-isolation
+
+# Of the sdist, for that is what others build, and with the oldest torch, which all later ones load.
+# Torch's and NVIDIA's libraries come with torch. No GPU is seen, for which alone it would be built.
+wheels: sdist $(PYTHONS:%=build/wheels/%)
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'lib*.so*' --wheel-dir dist \
+	    build/wheels/*/*.whl
+	$(CHECK_RELEASE)
+
+build/wheels/%: sdist
+	python$* -m venv $@/venv
+	$@/venv/bin/pip install --quiet --upgrade pip
+	$@/venv/bin/pip install --quiet --group wheel-build
+	CUDA_VISIBLE_DEVICES= $@/venv/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $@ \
+	    dist/*.tar.gz
+
+manylinux: sdist
+	$(BIN)/cibuildwheel --platform linux --output-dir dist dist/*.tar.gz
+	$(CHECK_RELEASE)
+
+define CHECK_RELEASE
+	$(BIN)/python -m tools.check_wheel dist/*.whl
+	$(BIN)/twine check --strict dist/*.tar.gz
+endef
+
+try-wheel: $(TORCH_STAMP)
+	$(BIN)/pip install --quiet --group wheel-test
+	$(BIN)/pip install --quiet --force-reinstall --no-deps $(WHEEL)
+	$(BIN)/python tools/try_wheel.py
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest build dist syncbn.egg-info syncbn/*.so

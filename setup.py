@@ -4,7 +4,8 @@ SYNCBN_CUDA           auto (the default): CUDA operators where torch has CUDA an
                       major version; 1: an error where they cannot be built; 0: none.
 CXX                   the C++ compiler; else torch compiles with c++, and setuptools links with
                       the one that Python was built with.
-TORCH_CUDA_ARCH_LIST  the GPUs to build for, in torch's form.
+TORCH_CUDA_ARCH_LIST  the GPUs to build for, in torch's form; else those that are here, and all
+                      supported ones where none is.
 CUDA_HOME             where nvcc is; else it is looked for on PATH, in /usr/local/cuda and among the
                       installed packages (nvidia-cuda-nvcc).
 """
@@ -72,13 +73,27 @@ def why_no_cuda(nvcc: Path | None) -> str | None:
     return None
 
 
-def cuda_extension(nvcc: Path) -> Extension:
+def choose_architectures(nvcc: Path) -> tuple[str, str]:
+    """The GPUs to build for, in torch's form, and what to say of them."""
+    chosen = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if chosen:
+        return chosen, ""
     known = run_nvcc(nvcc, "--list-gpu-arch")
-    architectures = [a for a in GPU_ARCHITECTURES if f"compute_{a.replace('.', '')}\n" in known]
-    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        with_ptx = (*WITH_PTX, architectures[-1])
-        marked = [a + "+PTX" if a in with_ptx else a for a in architectures]
-        os.environ["TORCH_CUDA_ARCH_LIST"] = ";".join(marked)
+
+    def is_known(architecture: str) -> bool:
+        return f"compute_{architecture.replace('.', '')}\n" in known
+
+    # Each takes half a minute to a minute.
+    devices = range(torch.cuda.device_count())
+    here = sorted({"{}.{}".format(*torch.cuda.get_device_capability(d)) for d in devices})
+    if here and all(map(is_known, here)):
+        return ";".join(here), ", the GPUs that are here (TORCH_CUDA_ARCH_LIST names others)"
+    architectures = list(filter(is_known, GPU_ARCHITECTURES))
+    with_ptx = (*WITH_PTX, architectures[-1])
+    return ";".join(a + "+PTX" if a in with_ptx else a for a in architectures), ""
+
+
+def cuda_extension(nvcc: Path) -> Extension:
     home = nvcc.parent.parent
     extension = CUDAExtension(
         "syncbn._cuda",
@@ -111,8 +126,13 @@ def wanted_cuda(nvcc: Path | None) -> tuple[bool, str]:
 
 nvcc = find_nvcc()
 with_cuda, about_cuda = wanted_cuda(nvcc)
-extensions = [cuda_extension(nvcc)] if with_cuda else []
-architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ") if with_cuda else ""
+extensions = []
+architectures = ""
+if with_cuda:
+    os.environ["TORCH_CUDA_ARCH_LIST"], about_gpus = choose_architectures(nvcc)
+    architectures = os.environ["TORCH_CUDA_ARCH_LIST"].replace(";", " ")
+    about_cuda += f" for {architectures}{about_gpus}"
+    extensions.append(cuda_extension(nvcc))
 
 
 def check_torch():
@@ -176,8 +196,7 @@ extensions.insert(
 )
 
 print(
-    f"syncbn {VERSION}: CPU operators and {about_cuda}"
-    f"{' for ' + architectures if with_cuda else ''}; built with torch {torch.__version__} for "
+    f"syncbn {VERSION}: CPU operators and {about_cuda}; built with torch {torch.__version__} for "
     f"torch {OLDEST_TORCH} and later",
     file=sys.stderr,
 )

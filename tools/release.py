@@ -1,4 +1,4 @@
-"""Whether a tag may be released: ``python -m tools.release v0.1.0 https://github.com/OWNER/syncbn``.
+"""Whether a tag may be released: ``python -m tools.release TAG ADDRESS_OF_ITS_REPOSITORY``.
 
 Prints what is wrong, and ends with status 1 where anything is. Needs nothing but Python.
 """
@@ -21,7 +21,7 @@ def problems(tag: str, address: str, changelog: str) -> list[str]:
     """Return what keeps a tag from being released, in words.
 
     Args:
-        tag: The tag, such as "v0.1.0".
+        tag: The tag: "v", and the version.
         address: Of the repository that the tag is in.
         changelog: The text of CHANGELOG.md.
     """

@@ -74,6 +74,7 @@ def test_kernels_use_no_local_memory_on_any_architecture():
 
 @built
 @pytest.mark.skipif("TORCH_CUDA_ARCH_LIST" in os.environ, reason="built for the GPUs named there")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="built for the GPUs that are here")
 @pytest.mark.parametrize(
     "gpu", ["7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1"]
 )
@@ -155,15 +156,20 @@ def test_announcement_of_cuda_tensors_without_operators_gives_the_reason(monkeyp
         plain._announce(torch.device("cuda"))
 
 
-def configure(tmp_path, setting, nvcc=None):
+def configure(tmp_path, setting, nvcc=None, prepare=""):
     """Output of setup.py before it builds, where only `nvcc`, a shell script, is found."""
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     if nvcc is not None:
         (home / "bin/nvcc").write_text(f"#!/bin/sh\n{nvcc}\n")
         (home / "bin/nvcc").chmod(0o755)
-    environment = {"SYNCBN_CUDA": setting, "CUDA_HOME": str(home)}
-    return run([sys.executable, "setup.py", "--version"], **environment)
+    script = (
+        f"import runpy, sys, torch\n{prepare}\n"
+        "sys.argv = ['setup.py', '--version']\n"
+        "runpy.run_path('setup.py', run_name='__main__')"
+    )
+    environment = {"SYNCBN_CUDA": setting, "CUDA_HOME": str(home), "TORCH_CUDA_ARCH_LIST": ""}
+    return run([sys.executable, "-c", script], **environment)
 
 
 needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="torch is without CUDA")
@@ -186,6 +192,27 @@ def test_cuda_that_cannot_be_built(tmp_path, nvcc, words):
     automatic = configure(tmp_path / "auto", "auto", nvcc)
     assert automatic.returncode == 0, automatic.stderr
     assert re.search("CPU operators and no CUDA operators: .*" + words, automatic.stderr)
+
+
+@needs_cuda_torch
+@pytest.mark.parametrize(
+    "here, built_for",
+    [
+        ([(9, 0), (8, 0), (9, 0)], "8.0 9.0, the GPUs that are here (TORCH_CUDA_ARCH_LIST names"),
+        ([], "8.0 9.0+PTX; built"),
+        ([(8, 0), (12, 1)], "8.0 9.0+PTX; built"),  # this nvcc knows no 12.1
+    ],
+)
+def test_build_is_for_the_gpus_that_are_here(tmp_path, here, built_for):
+    version = f"echo release {torch.version.cuda}; echo compute_80; echo compute_90"
+    prepare = (
+        f"here = {here}\n"
+        "torch.cuda.device_count = lambda: len(here)\n"
+        "torch.cuda.get_device_capability = lambda device: here[device]"
+    )
+    result = configure(tmp_path, "1", version, prepare)
+    assert result.returncode == 0, result.stderr
+    assert f"CPU operators and CUDA operators for {built_for}" in result.stderr
 
 
 def test_cuda_can_be_left_out(tmp_path):

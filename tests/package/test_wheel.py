@@ -1,0 +1,115 @@
+"""What is released: the checks of wheels, what the sdist holds, the settings of cibuildwheel."""
+
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+import torchvision
+from paths import ROOT
+
+import syncbn
+from tools import check_wheel, release
+
+PACKAGE = Path(syncbn.__file__).parent
+PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
+TAG = f"{PYTHON}-{PYTHON}-linux_x86_64"
+NAME = f"syncbn-{release.version()}-{TAG}.whl"
+METADATA = f"""Metadata-Version: 2.1
+Name: syncbn
+Version: {release.version()}
+Summary: Words
+Description-Content-Type: text/markdown
+
+# syncbn
+"""
+WHEEL = f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: {TAG}\n"
+
+
+def write_wheel(folder, changes=(), name=NAME):
+    """Write a wheel of what is installed; ``changes`` have other contents, or None for none."""
+    info = f"syncbn-{release.version()}.dist-info"
+    files = {
+        f"syncbn/{path.name}": path.read_bytes()
+        for path in (*PACKAGE.glob("*.py*"), *PACKAGE.glob("*.so"))
+        if path.is_file()
+    }
+    files |= {"syncbn/py.typed": b"", f"{info}/METADATA": METADATA, f"{info}/WHEEL": WHEEL}
+    files |= dict(changes)
+    files = {path: content for path, content in files.items() if content is not None}
+    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{info}/RECORD"))
+    with zipfile.ZipFile(folder / name, "w") as wheel:
+        for path, content in files.items():
+            wheel.writestr(path, content)
+    return folder / name
+
+
+def test_a_wheel_of_what_is_installed_passes(tmp_path):
+    assert check_wheel.problems(write_wheel(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"syncbn/py.typed": None}, "expected syncbn/py.typed in"),
+        ({"syncbn/convert.py": None}, "expected syncbn/convert.py in"),
+        ({"tests/conftest.py": b"pass\n"}, "W005"),
+        ({f"syncbn-{release.version()}.dist-info/METADATA": METADATA[:-10]}, "long_description"),
+    ],
+)
+def test_what_is_wrong_in_a_wheel_is_found(tmp_path, changes, words):
+    (problem,) = check_wheel.problems(write_wheel(tmp_path, changes))
+    assert words in problem
+
+
+def test_library_that_needs_one_torch_is_found(tmp_path):
+    """Such as torchvision's, which is written against the ABI that each torch changes."""
+    (library,) = Path(torchvision.__file__).parent.glob("_C*.so")
+    changes = {"syncbn/_other.so": library.read_bytes()}
+    problems = check_wheel.problems(write_wheel(tmp_path, changes))
+    assert any("UNSTABLE" in problem for problem in problems), problems
+
+
+def test_wheel_whose_library_is_of_another_python_is_found(tmp_path):
+    name = NAME.replace(PYTHON, "cp39")
+    (problem,) = check_wheel.problems(write_wheel(tmp_path, name=name))
+    assert "expected syncbn/_C.cpython-39-x86_64-linux-gnu.so in" in problem
+
+
+def test_wheel_that_does_not_say_its_python_is_found(tmp_path):
+    name = NAME.replace(f"{PYTHON}-{PYTHON}", "py3-none")
+    assert any(
+        "SYSTEM.whl, but got" in p for p in check_wheel.problems(write_wheel(tmp_path, name=name))
+    )
+
+
+@pytest.mark.any_torch
+def test_sdist_holds_what_git_does(tmp_path):
+    """So that it builds the same from a folder without git."""
+    if not (ROOT / ".git").exists():
+        pytest.skip("no checkout of git is here to compare with")
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", f"--outdir={tmp_path}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (archive,) = tmp_path.iterdir()
+    with tarfile.open(archive) as file:
+        held = {name.partition("/")[2] for name in file.getnames()}
+    assert held >= set(listed) - {".gitignore"}
+    assert not [name for name in held if name.endswith(".so")]
+
+
+@pytest.mark.any_torch
+def test_cibuildwheel_reads_its_settings():
+    """It builds a wheel for each Python that syncbn is for."""
+    command = [Path(sys.executable).parent / "cibuildwheel", "--print-build-identifiers"]
+    result = subprocess.run(
+        [*command, "--platform=linux"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == [
+        f"cp3{minor}-manylinux_x86_64" for minor in (10, 11, 12, 13, 14)
+    ]
