@@ -13,6 +13,8 @@ from paths import ROOT
 import syncbn
 from tools import check_wheel, release
 
+pytestmark = pytest.mark.any_torch
+
 PACKAGE = Path(syncbn.__file__).parent
 PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 TAG = f"{PYTHON}-{PYTHON}-linux_x86_64"
@@ -85,7 +87,6 @@ def test_wheel_that_does_not_say_its_python_is_found(tmp_path):
     )
 
 
-@pytest.mark.any_torch
 def test_sdist_holds_what_git_does(tmp_path):
     """So that it builds the same from a folder without git."""
     if not (ROOT / ".git").exists():
@@ -103,7 +104,6 @@ def test_sdist_holds_what_git_does(tmp_path):
     assert not [name for name in held if name.endswith(".so")]
 
 
-@pytest.mark.any_torch
 def test_cibuildwheel_reads_its_settings():
     """It builds a wheel for each Python that syncbn is for."""
     command = [Path(sys.executable).parent / "cibuildwheel", "--print-build-identifiers"]
