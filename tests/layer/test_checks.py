@@ -214,7 +214,6 @@ def train_named_layer(rank, world_size, bad, options):
     layer(torch.rand(2, 3) if rank == 0 else bad)
 
 
-@pytest.mark.any_torch
 @pytest.mark.parametrize("options", [{}, {"affine": False, "track_running_stats": False}])
 @pytest.mark.parametrize(("bad", "kind", "message"), BAD_ON_ONE_RANK)
 def test_bad_input_on_one_rank_fails_the_others_at_once(bad, kind, message, options):
@@ -234,7 +233,6 @@ def bad_argument_on_one_rank(rank, world_size, bad):
     sync_batch_norm(torch.rand(2, 3), **arguments, training=True)
 
 
-@pytest.mark.any_torch
 @pytest.mark.parametrize(
     ("bad", "message"),
     [

@@ -90,7 +90,6 @@ def fit_on_one_rank(rank, world_size, residuals):
     SyncBatchNorm(3, activation="relu")(x, residuals[rank])
 
 
-@pytest.mark.any_torch
 @pytest.mark.parametrize("bad", [torch.zeros(2, 3, 5), torch.zeros(2, 3, 4).double(), 0.0])
 def test_a_residual_that_does_not_fit_fails_all_ranks(bad):
     with Ranks(2, case_seconds=30) as pair:

@@ -121,7 +121,6 @@ def test_ranks_give_the_results_of_the_whole_batch(world, dtype):
             assert tracked.item() == 1
 
 
-@pytest.mark.any_torch
 def test_one_collective_each_way(world, device):
     num_bytes = 8 * (2 * CHANNELS + 4)
     kind = "all_reduce" if device == "standin-float64" else "all_gather"
@@ -130,7 +129,6 @@ def test_one_collective_each_way(world, device):
         assert calls == [(kind, num_bytes, "standin")] * 2
 
 
-@pytest.mark.any_torch
 def test_double_backward_on_ranks(world, device):
     expected = expected_results(torch.float32, create_graph=True)
     split = SPLITS[world.world_size][0]
@@ -153,7 +151,6 @@ def count_flops(rank, world_size):
     return layer.running_mean.tolist()
 
 
-@pytest.mark.any_torch
 def test_under_a_dispatch_mode(pair):
     for mean in pair.run(count_flops):
         assert mean == pytest.approx([0.05] * 3)  # 0.1 times the mean of 0 and 1
@@ -168,7 +165,6 @@ def sum_bits(rank, world_size):
     return values.clone(), collectives.all_gather_sum(values, group)
 
 
-@pytest.mark.any_torch
 def test_gathered_sums_are_those_of_float64(ranks):
     for world_size in (2, 3):
         outcomes = ranks(world_size, "standin", "standin-float32").run(sum_bits)
@@ -193,7 +189,6 @@ def recompute(rank, world_size):
     return torch.cat([batch.cpu() for batch in batches]), [b.cpu() for b in layer.buffers()]
 
 
-@pytest.mark.any_torch
 def test_recomputed_statistics_of_ranks(world):
     outcomes = world.run(recompute)
     whole = torch.cat([values for values, _ in outcomes]).double()
@@ -211,7 +206,6 @@ def not_synchronized(rank, world_size):
     return True
 
 
-@pytest.mark.any_torch
 def test_ranks_that_hold_different_things_hear_of_it(pair):
     assert pair.run(not_synchronized) == [True, True]
 
@@ -242,7 +236,6 @@ def bad_input(rank, world_size, steps):
     return None
 
 
-@pytest.mark.any_torch
 @pytest.mark.parametrize("steps", [0, 2])
 def test_bad_input_on_one_rank_fails_all(device, steps):
     with Ranks(2, backend="standin", device=device) as ranks:
@@ -260,7 +253,6 @@ def different_channels(rank, world_size, steps):
     step(named(3 + rank), 4, 3 + rank)
 
 
-@pytest.mark.any_torch
 @pytest.mark.parametrize("steps", [0, 2])
 def test_ranks_with_different_channels_all_fail(device, steps):
     with Ranks(3, case_seconds=30, backend="standin", device=device) as ranks:
@@ -277,7 +269,6 @@ def different_layers(rank, world_size):
     step(layers[rank], 4, 3)
 
 
-@pytest.mark.any_torch
 def test_ranks_that_run_different_layers_all_fail(device):
     with Ranks(2, case_seconds=30, backend="standin", device=device) as ranks:
         outcomes = ranks.outcomes(different_layers)
@@ -297,7 +288,6 @@ def turn(rank, world_size):
     return True
 
 
-@pytest.mark.any_torch
 def test_ranks_that_turn_together_go_on(world):
     assert world.run(turn) == [True] * world.world_size
 
@@ -311,7 +301,6 @@ def turn_alone(rank, world_size):
     step(third, 4, 7) if rank == 1 else step(second, 4, 5)
 
 
-@pytest.mark.any_torch
 def test_rank_that_turns_alone_fails_all(device):
     with Ranks(2, case_seconds=30, backend="standin", device=device) as ranks:
         outcomes = ranks.outcomes(turn_alone)
@@ -334,7 +323,6 @@ def fail_in_the_loader(rank, world_size):
     return None
 
 
-@pytest.mark.any_torch
 def test_rank_that_fails_between_passes_fails_all(device):
     with Ranks(2, case_seconds=30, backend="standin", device=device) as ranks:
         words, own = ranks.run(fail_in_the_loader)
@@ -349,7 +337,6 @@ def train_over_gloo(rank, world_size):
     return train_on_device(rank, world_size, torch.float32, (3, 3))
 
 
-@pytest.mark.any_torch
 def test_group_with_a_backend_for_cpus_sums_there(ranks):
     outcomes = ranks(2, "gloo", "standin-float32").run(train_over_gloo)
     expected = expected_results(torch.float32)
