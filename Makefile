@@ -24,8 +24,8 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/
     tests/emulation/*.cpp tests/emulation/*.h tests/emulation/*/*.cpp tests/emulation/*/*.h \
     tests/sanitizer/*.cpp benchmarks/*.cpp)
 
-.PHONY: help install demo test hidden bench gpu-check sanitize works record-works docs lint format wheel sdist wheels \
-    manylinux try-wheel clean
+.PHONY: help install demo test hidden bench gpu-check sanitize works record-works docs lint format \
+    wheel sdist wheels manylinux try-wheel clean
 
 help:
 	@echo "make install    build and install into the virtual environment"
@@ -129,6 +129,7 @@ sdist: $(VENV)/tools.stamp
 # Of the sdist, for that is what others build, and with the oldest torch, which all later ones load.
 # Torch's and NVIDIA's libraries come with torch. No GPU is seen, for which alone it would be built.
 wheels: sdist $(PYTHONS:%=build/wheels/%)
+	@echo "Wheels of Python $(or $(PYTHONS),3.10 to 3.14: none is on PATH; PYTHONS names others)"
 	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'lib*.so*' --wheel-dir dist \
 	    build/wheels/*/*.whl
 	$(CHECK_RELEASE)
