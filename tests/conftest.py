@@ -162,7 +162,7 @@ def library(
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     if "release 13." not in version:
         pytest.skip(f"expected nvcc 13, whose launches cuda_runtime.cpp knows, but got {version}")
-    return emulated.build_ptx(folder, nvcc, os.environ.get("SYNCBN_PTX_ARCH", "90"))
+    return emulated.build_ptx(folder, nvcc, os.environ.get("SYNCBN_PTX_ARCH", "80"))
 
 
 @pytest.fixture(scope="session")

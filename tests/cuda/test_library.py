@@ -199,8 +199,8 @@ def test_cuda_that_cannot_be_built(tmp_path, nvcc, words):
     "here, built_for",
     [
         ([(9, 0), (8, 0), (9, 0)], "8.0 9.0, the GPUs that are here (TORCH_CUDA_ARCH_LIST names"),
-        ([], "8.0 9.0+PTX; built"),
-        ([(8, 0), (12, 1)], "8.0 9.0+PTX; built"),  # this nvcc knows no 12.1
+        ([], "8.0+PTX 9.0; built"),
+        ([(8, 0), (12, 1)], "8.0+PTX 9.0; built"),  # this nvcc knows no 12.1
     ],
 )
 def test_build_is_for_the_gpus_that_are_here(tmp_path, here, built_for):

@@ -51,7 +51,7 @@ void dispatch_activation(const ActivationChoice& choice, DType dtype, const Func
 // Steps that a thread has in flight, each with a load of every input, where so many loads are
 // wanted. Exponentials of float64 are so many instructions that two steps are enough, and unrolled
 // they would be half of the library. Others and float64 need registers: with all loads sm_100 and
-// sm_120 spill.
+// sm_120 spill where they are built from PTX of their own.
 template <typename Formula, typename A>
 __device__ constexpr int steps_in_flight(int loads) {
   constexpr bool kInDouble = sizeof(A) == sizeof(double);
