@@ -118,7 +118,7 @@ child.wait()
 def test_failing_part_stops_no_other_and_the_end_of_its_log_is_shown(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu_check, "find_device", lambda: ("9.0", "A GPU"))
     stages = [[part("one", "print('first'); 1 / 0")], [part("two", "print('42 passed')")]]
-    monkeypatch.setattr(gpu_check, "stages", lambda capability, output: stages)
+    monkeypatch.setattr(gpu_check, "stages", lambda output: stages)
     monkeypatch.setattr(sys, "argv", ["gpu_check.py", str(tmp_path)])
     (tmp_path / "benchmark.csv").write_text("of an earlier run")
     with pytest.raises(SystemExit) as exit:
