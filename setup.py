@@ -28,8 +28,8 @@ OLDEST_TORCH = "2.11"  # TORCH_TARGET_VERSION in csrc/common/stable.h
 # 8.6 to 8.9 run the code of 8.0, which is the same but for its schedule.
 GPU_ARCHITECTURES = (75, 80, 90, 100, 120)
 # All later GPUs get code made from its PTX, and run the PTX where they are not listed. The kernels
-# need nothing newer: from PTX of its own 90 gets the same code and 100 and 120 code with a tenth more
-# registers, and a build takes twice as long.
+# need nothing newer. With PTX of their own 90 gets the same code, 100 and 120 code that needs a
+# tenth more registers, and a build takes twice as long.
 GPU_PTX = 80
 
 # No -std: torch adds the one its headers need. No -ffast-math: the two -fno- flags let loops with
