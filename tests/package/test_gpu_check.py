@@ -65,14 +65,14 @@ def test_parts_run_all_tests_of_cuda_each_once():
 
 
 def test_limits_leave_a_minute_of_ten_and_files_are_few():
-    stages = gpu_check.stages("9.0", Path("out"))
+    stages = gpu_check.stages(Path("out"))
     assert sum(max(part.seconds for part in parts) for parts in stages) <= 540
     logs = [part.name for parts in stages for part in parts]
     assert len(logs) == len(set(logs)) <= 8 - len(("benchmark.csv", "summary.txt"))
 
 
 def test_benchmark_is_a_program_that_is_there():
-    (benchmark,) = gpu_check.stages("9.0", Path("out"))[-1]
+    (benchmark,) = gpu_check.stages(Path("out"))[-1]
     (_, option, module, path, suite) = benchmark.command
     assert (option, path) == ("-m", "out/benchmark.csv") and suite in CUDA_SUITES
     assert find_spec(module) is not None
