@@ -175,6 +175,7 @@ def configure(tmp_path, setting, nvcc=None, prepare=""):
 needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="torch is without CUDA")
 
 
+@pytest.mark.any_torch
 @needs_cuda_torch
 @pytest.mark.parametrize(
     "nvcc, words",
@@ -194,6 +195,7 @@ def test_cuda_that_cannot_be_built(tmp_path, nvcc, words):
     assert re.search("CPU operators and no CUDA operators: .*" + words, automatic.stderr)
 
 
+@pytest.mark.any_torch
 @needs_cuda_torch
 @pytest.mark.parametrize(
     "here, built_for",
@@ -215,18 +217,21 @@ def test_build_is_for_the_gpus_that_are_here(tmp_path, here, built_for):
     assert f"CPU operators and CUDA operators for {built_for}" in result.stderr
 
 
+@pytest.mark.any_torch
 def test_cuda_can_be_left_out(tmp_path):
     result = configure(tmp_path, "0", "echo release 13.0")
     assert result.returncode == 0, result.stderr
     assert "no CUDA operators, as SYNCBN_CUDA=0 asks" in result.stderr
 
 
+@pytest.mark.any_torch
 def test_empty_setting_is_auto(tmp_path):
     result = configure(tmp_path, "")
     assert result.returncode == 0, result.stderr
     assert "CPU operators and no CUDA operators: " in result.stderr
 
 
+@pytest.mark.any_torch
 def test_unknown_setting_is_an_error(tmp_path):
     result = configure(tmp_path, "yes")
     assert result.returncode != 0

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,8 +61,9 @@ def test_parts_run_all_tests_of_cuda_each_once():
         assert result.returncode == 0, result.stdout + result.stderr
         return [line for line in result.stdout.splitlines() if "::" in line]
 
-    parts = [test for paths in gpu_check.TESTS.values() for test in collected(paths)]
-    assert sorted(parts) == sorted(collected(["tests"]))
+    with ThreadPoolExecutor() as pool:
+        everything, *parts = pool.map(collected, [["tests"], *gpu_check.TESTS.values()])
+    assert sorted(test for part in parts for test in part) == sorted(everything)
 
 
 def test_limits_leave_a_minute_of_ten_and_files_are_few():

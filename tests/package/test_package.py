@@ -93,6 +93,7 @@ def build(tmp_path, *command, prepare="", **environment):
     )
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("name", ["/nonexistent", "g++-of-nobody --option", ""])
 def test_compiler_that_is_not_there_is_an_error_with_the_way_out(tmp_path, name):
     result = build(tmp_path, CXX=name)
@@ -102,11 +103,13 @@ def test_compiler_that_is_not_there_is_an_error_with_the_way_out(tmp_path, name)
     assert "apt install g++" in last_line and "Errno" not in result.stderr
 
 
+@pytest.mark.any_torch
 def test_compiler_of_several_words_is_found(tmp_path):
     result = build(tmp_path, CXX="false g++")
     assert result.returncode == 1 and "needs a C++ compiler" not in result.stderr
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("there", ["nothing", "ninja"])
 def test_no_compiler_on_path_is_an_error_with_the_way_out(tmp_path, monkeypatch, there):
     """Ninja compiles with the compiler that torch names, else setuptools with Python's own."""
@@ -121,6 +124,7 @@ def test_no_compiler_on_path_is_an_error_with_the_way_out(tmp_path, monkeypatch,
     assert there != "ninja" or "no c++" in last_line
 
 
+@pytest.mark.any_torch
 @pytest.mark.parametrize("version", ["2.10.0", "2.9.1+cpu"])
 def test_too_old_torch_does_not_build(tmp_path, version):
     # A compiler that fails, should it come to that.
@@ -131,6 +135,7 @@ def test_too_old_torch_does_not_build(tmp_path, version):
     assert "pip install --upgrade torch; or leave out --no-build-isolation" in last_line
 
 
+@pytest.mark.any_torch
 def test_metadata_needs_no_compiler_and_takes_any_torch(tmp_path):
     prepare = "torch.__version__ = '2.10.0'"
     command = ("egg_info", f"--egg-base={tmp_path}")
