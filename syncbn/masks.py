@@ -59,11 +59,11 @@ def fill(input: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     dtype, where :func:`syncbn.devices.of_statistics` has statistics.
     """
     num_samples, channels = input.shape[:2]
+    where = devices.of_statistics(input.device)
+    if input.numel() == 0:
+        return input, torch.zeros(channels, dtype=torch.float64, device=where)
     values = input.reshape(num_samples, channels, -1)
     of_samples = places.reshape(num_samples, 1, -1)
-    where = devices.of_statistics(input.device)
-    if values.numel() == 0:
-        return input, torch.zeros(channels, dtype=torch.float64, device=where)
     first = of_samples.byte().argmax(2, keepdim=True)
     counts = of_samples.any(2)
     found = values.gather(2, first.expand(-1, channels, -1)).squeeze(2)
