@@ -42,6 +42,7 @@ COMPILE_FLAGS += [f"-isystem{path}" for path in cpp_extension.include_paths()]
 COMPILE_FLAGS += [f"-ffile-prefix-map={Path.cwd()}/="]
 COMPILE_FLAGS += [f"-ffile-prefix-map={path}/=" for path in cpp_extension.include_paths()]
 NVCC_FLAGS = ["-O3", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra", "-Xfatbin=-compress-all"]
+NVCC_FLAGS += ["--threads=4"]  # of the architectures: one file is most of a build on many cores
 
 
 def find_nvcc() -> Path | None:
