@@ -1,6 +1,7 @@
 """torch.compile: one graph, equal to eager, on several ranks."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -187,6 +188,13 @@ def test_no_compilation_for_each_layer(compiling_ranks):
     assert compiling_ranks.run(compile_each_block) == [1, 1]
 
 
+# docs/pytorch2.md has the program.
+KEEPS_NUMBERS = pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0) and torch.__version__.startswith("2.11."),
+    reason="torch 2.11 does not see in Python 3.13.0 that an attribute has changed",
+)
+
+
 class Scaled(nn.Module):
     def __init__(self, layer, momentum=0.1, eps=1e-5):
         super().__init__()
@@ -233,7 +241,15 @@ def numbers_of_the_function(layer, compile):
 
 
 @pytest.mark.works("torch.compile(dynamic=True), schedules of momentum and eps: one graph")
-@pytest.mark.parametrize("program", [whole_dynamic, schedule, two_blocks, numbers_of_the_function])
+@pytest.mark.parametrize(
+    "program",
+    [
+        whole_dynamic,
+        pytest.param(schedule, marks=KEEPS_NUMBERS),
+        two_blocks,
+        numbers_of_the_function,
+    ],
+)
 def test_variable_numbers_break_no_graph(program):
     """And compile no more often than torch's layer does."""
 
