@@ -32,7 +32,8 @@ def run_with(instruction_set, *command):
 
 
 def run_tests(level):
-    options = ["-q", "-p", "no:cacheprovider", "-k", "not opcheck"]
+    # No test that measures time, for the levels run beside each other.
+    options = ["-q", "-p", "no:cacheprovider", "-k", "not opcheck and not written_fast"]
     return run_with(level.lower(), "-m", "pytest", *options, *OPERATORS)
 
 
