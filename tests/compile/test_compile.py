@@ -188,13 +188,6 @@ def test_no_compilation_for_each_layer(compiling_ranks):
     assert compiling_ranks.run(compile_each_block) == [1, 1]
 
 
-# docs/pytorch2.md has the program.
-KEEPS_NUMBERS = pytest.mark.skipif(
-    sys.version_info[:3] == (3, 13, 0) and torch.__version__.startswith("2.11."),
-    reason="torch 2.11 does not see in Python 3.13.0 that an attribute has changed",
-)
-
-
 class Scaled(nn.Module):
     def __init__(self, layer, momentum=0.1, eps=1e-5):
         super().__init__()
@@ -238,6 +231,13 @@ def numbers_of_the_function(layer, compile):
     for step_number in range(1, 4):
         x = make_input((4, 3, 5), "contiguous", torch.float32)
         yield run(x, 0.1 / step_number, 1e-5 * step_number) + mean[:, None]
+
+
+# docs/pytorch2.md has the program.
+KEEPS_NUMBERS = pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0) and torch.__version__.startswith("2.11."),
+    reason="torch 2.11 does not see in Python 3.13.0 that an attribute has changed",
+)
 
 
 @pytest.mark.works("torch.compile(dynamic=True), schedules of momentum and eps: one graph")

@@ -210,11 +210,17 @@ def test_build_is_for_the_gpus_that_are_here(tmp_path, here, built_for):
     prepare = (
         f"here = {here}\n"
         "torch.cuda.device_count = lambda: len(here)\n"
-        "torch.cuda.get_device_capability = lambda device: here[device]"
+        "torch.cuda.get_device_capability = lambda device: here[device]\n"
+        "import setuptools\n"
+        "setuptools.setup = lambda ext_modules, **_: print(ext_modules[-1].extra_compile_args)"
     )
     result = configure(tmp_path, "1", version, prepare)
     assert result.returncode == 0, result.stderr
     assert f"CPU operators and CUDA operators for {built_for}" in result.stderr
+    # One PTX for all, which is what nvcc's front end makes.
+    options = re.findall(r"-gencode=arch=compute_(\d+),code=(\w+)", result.stdout)
+    assert options[:2] == [("80", "sm_80"), ("80", "sm_90")]
+    assert options[2:] == ([("80", "compute_80")] if "PTX" in built_for else [])
 
 
 @pytest.mark.any_torch
