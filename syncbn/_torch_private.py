@@ -5,7 +5,6 @@
 
 import contextlib
 import sys
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -39,6 +38,7 @@ __all__ = [
     "graph_task_id",
     "has_forward_hooks",
     "has_hooks",
+    "is_code_of_batch_norm",
     "is_compiled",
     "is_dispatch_key_included",
     "is_exporting",
@@ -53,7 +53,6 @@ __all__ = [
     "set_jit_tracing_state",
     "vectors_of",
     "wait",
-    "with_class",
     "without_compiled_code",
     "without_dispatch_modes",
 ]
@@ -230,22 +229,10 @@ def compiled_original(module: nn.Module) -> nn.Module | None:
     return getattr(module, "_orig_mod", None)
 
 
-def with_class(module: nn.Module, cls: type[nn.Module]) -> Any:
-    """Return a module of class ``cls`` that has all that ``module`` has.
-
-    Dictionaries of parameters, buffers and children are its own; hooks are shared, so that the
-    handles of hooks that were registered before still remove them.
-    """
-    new = cls.__new__(cls)
-    new.__dict__.update(module.__dict__)
-    for own in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-        new.__dict__[own] = module.__dict__[own].copy()
-    # These hooks hold their module, weakly; the others are given it.
-    new.__dict__["_load_state_dict_pre_hooks"] = OrderedDict(
-        (key, type(hook)(hook.hook, new) if getattr(hook, "with_module", False) else hook)
-        for key, hook in module.__dict__["_load_state_dict_pre_hooks"].items()
-    )
-    return new
+def is_code_of_batch_norm(function: Callable[..., Any]) -> bool:
+    """Whether a function is torch's own, of the file of its batch normalization layers."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == sys.modules[BatchNormBase.__module__].__file__
 
 
 def without_compiled_code() -> contextlib.AbstractContextManager[Any]:

@@ -59,7 +59,8 @@ def called_modules(block: nn.Module) -> set[nn.Module]:
 def _graphs_of_modes(block: nn.Module, opened: set[nn.Module]) -> list[torch.fx.Graph]:
     """Return the graph in training, and that in evaluation without gradients."""
     # The code runs on a copy, and on the block's own children: what it changes in them is undone.
-    root = _torch_private.with_class(block, class_of_block(block))
+    root = nn.Module.__new__(class_of_block(block))
+    vars(root).update(vars(block))
     name = type(root).__name__
     states = [_State(module) for module in (root, *block.modules()) if module is not block]
     generators = _generator_states()

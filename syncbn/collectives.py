@@ -30,6 +30,7 @@ __all__ = [
     "group_named",
     "group_of_mesh",
     "is_debugging",
+    "is_group",
     "is_member",
     "likely_device",
     "name_of",
@@ -78,6 +79,15 @@ def group_of_mesh(process_group: Any) -> Any:
     if process_group.get_coordinate() is None:
         return _NON_MEMBER
     return process_group.get_group()
+
+
+def is_group(process_group: object) -> bool:
+    """Whether this is what :func:`checked_group` takes."""
+    try:
+        checked_group(process_group)
+    except TypeError:
+        return False
+    return True
 
 
 def checked_group(process_group: object) -> ProcessGroup | None:

@@ -50,7 +50,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
             input, *arguments, group_name, identity_of(layer).name
         )
         return failed
-    identity = None if isinstance(layer, (Identity, str)) else layer._identity_tensor
+    identity = None if isinstance(layer, (Identity, str)) else layer._syncbn.identity_tensor
     mask = arguments.mask
     if mask is not None:
         mask = masks.as_places(mask, input)

@@ -2,35 +2,34 @@
 
 import inspect
 import sys
+import types
 import warnings
 from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
+import torch
 from torch import nn
 
-# From its own module: a program may have bound torch.nn.SyncBatchNorm to our layer.
+# From their own module: a program may have bound the names of torch.nn to something else.
+from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn import _torch_private, collectives, fused, groups, subclasses
 from syncbn._torch_private import BatchNormBase
 from syncbn.collectives import DeviceMesh, ProcessGroup
-from syncbn.modules import ModuleT, SyncBatchNorm, SyncBatchNormAct
+from syncbn.modules import LayerState, ModuleT, SyncBatchNorm, SyncBatchNormAct
 from syncbn.reverted import BatchNorm
 
 __all__ = ["check_module", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 
-# That a layer has while it synchronizes: ours, and torch's first.
-_ATTRIBUTES = (
-    "process_group",
-    "_process_group",
-    "_fits_graph",
-    "_identity",
-    "_identity_tensor",
-    "_converted_from",
-    "_frozen",
-)
-_FOLLOWING = {"activation": None, "negative_slope": 0.01}
+_TORCHS_CLASSES = (BatchNormBase, BatchNorm1d, BatchNorm2d, BatchNorm3d)
+
+# Names that TorchScript keeps of the classes of such layers.
+_SCRIPTED = {"BatchNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
+
+# Attributes of a layer that takes an activation, with their defaults.
+_EPILOGUE = {"activation": None, "negative_slope": 0.01}
 
 Layers = list[tuple[str, nn.Module]]  # with their names in the model
 
@@ -59,18 +58,18 @@ def convert_sync_batchnorm(
     *,
     group_size: int | Literal["node"] | None = None,
 ) -> nn.Module:
-    """Replace a model's batch normalization layers by :class:`syncbn.SyncBatchNorm`.
+    """Make a model's batch normalization layers synchronize, as :class:`syncbn.SyncBatchNorm`.
 
-    A layer keeps its class: a BatchNorm2d becomes a :class:`syncbn.SyncBatchNorm2d`, which is both;
-    an instance of a subclass one of a class that derives from it and from ours. A subclass may have
-    a ``forward`` that leaves normalization to ``super().forward``. ``torch.nn.SyncBatchNorm``
+    The layers stay the same objects, with their parameters, buffers, hooks and attributes; only
+    their class changes. A BatchNorm2d becomes a :class:`syncbn.SyncBatchNorm2d`, which is both;
+    an instance of a subclass gets a class that derives from its own and from ours. A subclass may
+    have a ``forward`` that leaves normalization to ``super().forward``. ``torch.nn.SyncBatchNorm``
     becomes :class:`syncbn.SyncBatchNorm`; timm's ``BatchNormAct2d`` and ``SyncBatchNormAct`` keep
-    their activation. Parameters and buffers stay the same objects, so do hooks, training mode,
-    ``qconfig`` and whatever else the layer carries; a layer registered twice stays one. A subclass
-    that may normalize by itself is left alone with all that is in it, and a warning names it.
+    their activation. A subclass that may normalize by itself is left alone with all that is in it,
+    and so is a scripted module; a warning names it.
 
     Args:
-        module: The model; changed in place. An ordinary batch normalization layer itself is not.
+        module: The model, or a single layer; changed in place.
         process_group: The ranks that share a batch, or a DeviceMesh of one dimension; None is all
             ranks, or for a layer that is synchronized already the group it has.
         group_size: Ranks that share a batch, in place of ``process_group``: groups of so many
@@ -78,15 +77,15 @@ def convert_sync_batchnorm(
             the groups in the first conversion with a size; later ones share them. 1 is local.
 
     Returns:
-        ``module``, or the new layer where ``module`` is an ordinary batch normalization layer.
+        ``module``.
 
     Raises:
         TypeError: ``module`` is not a module, ``process_group`` not a group or ``group_size`` not a
-            number.
-        ValueError: A lazy layer does not know its number of channels yet, a layer has been compiled
-            by itself, or ``fuse_modules_qat`` has been called and ``prepare_qat`` not yet;
-            ``group_size`` together with ``process_group``, no divisor of the number of ranks, not
-            the same on all of them, or "node" without LOCAL_WORLD_SIZE.
+            number; the class of a layer does not let a class derive from it.
+        ValueError: A lazy layer does not know its number of channels yet, or ``fuse_modules_qat``
+            has been called and ``prepare_qat`` not yet; ``group_size`` together with
+            ``process_group``, no divisor of the number of ranks, not the same on all of them, or
+            "node" without LOCAL_WORLD_SIZE.
         RuntimeError: ``group_size`` where torch.distributed is not initialized, or another rank did
             not come to make the groups.
 
@@ -105,40 +104,69 @@ def convert_sync_batchnorm(
         if process_group is not None:
             raise ValueError("expected process_group or group_size, but got both")
         process_group = groups.group_of_size(group_size)
-    layers, left_alone = _modules_to_visit(module, _has_no_sync_class)
+    layers, left_alone = _modules_to_visit(module, _cannot_synchronize)
     for name, layer in layers + left_alone:
         if isinstance(layer, LazyModuleMixin) and isinstance(layer, BatchNormBase):
             raise ValueError(
                 f"the layer {name!r} is a {type(layer).__name__} that does not know its number of "
                 "channels yet; run one batch through the model before converting it"
             )
-    _check_not_compiled(layers, lambda layer: _sync_class(layer) is not None)
     _check_not_awaiting_quantization(layers)
-
-    def convert(layer: nn.Module, name: str) -> nn.Module:
+    classes = [_sync_class(layer, name) for name, layer in layers]  # before anything is changed
+    for (name, layer), cls in zip(layers, classes, strict=True):
         if isinstance(layer, SyncBatchNorm):
-            layer._name = name or layer._name
+            if name:
+                layer._syncbn = layer._syncbn.with_name(name)
             if process_group is not None:
                 layer.process_group = process_group
-            return layer
-        target = _sync_class(layer)
-        if target is None:
-            return layer
-        new: SyncBatchNorm = _torch_private.with_class(layer, target)
-        new._name = name
-        held = new.__dict__.pop("process_group", None)  # by torch's layer
-        new.process_group = held if process_group is None else process_group
-        if target is SyncBatchNorm and not isinstance(layer, TorchSyncBatchNorm):
-            new._converted_from = type(layer)
-        if target._takes_activation:
-            _set_missing(new, _FOLLOWING)
-        return new
-
-    converted = _replace(module, layers, convert)
+        elif cls is not None:
+            _synchronize(layer, cls, name, process_group)
+    _bind_forward_again(layers)
     for name, layer in left_alone:
         synchronizes = "stays torch's" if _is_synchronized(layer) else "does not synchronize"
         warnings.warn(_left_alone_message(layer, name, synchronizes), stacklevel=2)
-    return converted
+    for patched in _patched_classes(classes):
+        warnings.warn(
+            f"torch.nn.{patched.__name__}.forward is not torch's own, but {patched.forward!r}; "
+            "converted layers do not run it",
+            stacklevel=2,
+        )
+    return module
+
+
+def _synchronize(
+    layer: nn.Module, cls: type[SyncBatchNorm], name: str, group: ProcessGroup | None
+) -> None:
+    """Make a layer one of class ``cls``."""
+    state = LayerState(name)
+    if isinstance(layer, TorchSyncBatchNorm):
+        held = layer.__dict__.pop("process_group")
+    else:
+        held = vars(layer).get("process_group")
+        if cls is SyncBatchNorm:
+            state = state.replaced(original=type(layer))
+    layer.__class__ = cls  # type: ignore[assignment]
+    layer._syncbn = state.with_group(held if group is None else group)  # type: ignore[assignment]
+    if cls._syncbn_takes_activation:
+        for attribute, value in _EPILOGUE.items():
+            layer.__dict__.setdefault(attribute, value)
+
+
+def _bind_forward_again(layers: Layers) -> None:
+    """Renew the attributes of modules that hold a layer's ``forward``, bound with its old code."""
+    for _, module in layers:
+        for attribute, value in vars(module).items():
+            if isinstance(value, types.MethodType) and value.__name__ == "forward":
+                layer = value.__self__
+                if isinstance(layer, BatchNormBase) and attribute != "forward":
+                    module.__dict__[attribute] = layer.forward
+
+
+def _patched_classes(classes: list[type[SyncBatchNorm] | None]) -> list[type[nn.Module]]:
+    """Return torch's classes, of those that the layers have, whose forward is not torch's code."""
+    of_layers = {base for cls in classes if cls is not None for base in cls.__mro__}
+    torchs = [cls for cls in _TORCHS_CLASSES if cls in of_layers and "forward" in vars(cls)]
+    return [cls for cls in torchs if not _torch_private.is_code_of_batch_norm(cls.forward)]
 
 
 @overload
@@ -150,24 +178,24 @@ def revert_sync_batchnorm(module: ModuleT) -> ModuleT: ...
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace a model's synchronized batch normalization layers by ordinary ones.
+    """Make a model's synchronized batch normalization layers ordinary ones.
 
     The inverse of :func:`convert_sync_batchnorm` and :func:`fuse_activations`, for export,
-    inference and debugging on one device: a converted layer gets its class back; one that was built
-    as a SyncBatchNorm, ours or torch's, or has an activation of its own becomes a batch
-    normalization of any number of dimensions, with that activation. Fused activations are
-    modules and calls again.
+    inference and debugging on one device. The layers stay the same objects. A converted layer gets
+    its class back; one that was built as a SyncBatchNorm, ours or torch's, or has an activation of
+    its own becomes a batch normalization of any number of dimensions, with that activation. Fused
+    activations are modules and calls again.
 
     Args:
-        module: The model; changed in place. A synchronized layer itself is left as it is.
+        module: The model, or a single layer; changed in place.
 
     Returns:
-        ``module``, or the new layer where ``module`` is a synchronized layer.
+        ``module``.
 
     Raises:
         TypeError: ``module`` is not a module.
-        ValueError: A layer, or a module whose code is fused, has been compiled by itself. Nothing
-            has been changed then.
+        ValueError: A module whose code is fused has been compiled by itself. Nothing has been
+            changed then.
 
     Example:
         >>> from torch import nn
@@ -177,33 +205,42 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """
     check_module(module)
     layers, left_alone = _modules_to_visit(
-        module, lambda layer: _is_synchronized(layer) and not _is_plain(layer)
+        module, lambda layer, _: _is_synchronized(layer) and not _is_plain(layer)
     )
-
-    def is_replaced(layer: nn.Module) -> bool:
-        is_layer = _is_synchronized(layer) and _is_plain(layer)
-        return is_layer or isinstance(layer, fused.FusedBlock)
-
-    _check_not_compiled(layers, is_replaced)
+    for name, layer in layers:
+        block = _torch_private.compiled_original(layer) or layer
+        if isinstance(block, fused.FusedBlock) and (
+            block is not layer or _torch_private.is_compiled(block)
+        ):
+            raise ValueError(
+                f"the module {name!r} has been fused and then compiled by itself, so that its old "
+                "code would go on to run; revert the model first and compile after that"
+            )
     fused.unfuse(module)
-
-    def revert(layer: nn.Module, name: str) -> nn.Module:
-        if not _is_synchronized(layer):
-            return layer
-        cls = getattr(layer, "_converted_from", None)
-        if cls is None or _has_activation(layer):
-            cls = BatchNorm
-        new: nn.Module = _torch_private.with_class(layer, cls)
-        for attribute in _ATTRIBUTES if cls is BatchNorm else (*_ATTRIBUTES, *_FOLLOWING):
-            new.__dict__.pop(attribute, None)
-        if cls is BatchNorm:
-            _set_missing(new, _FOLLOWING)
-        return new
-
-    reverted = _replace(module, layers, revert)
+    for _, layer in layers:
+        if isinstance(layer, SyncBatchNorm):
+            _desynchronize(layer)
+        elif isinstance(layer, TorchSyncBatchNorm):
+            layer.__dict__.pop("process_group", None)
+            layer.__dict__.update(_EPILOGUE)
+            layer.__class__ = BatchNorm  # type: ignore[assignment]
+    _bind_forward_again(layers)
     for name, layer in left_alone:
         warnings.warn(_left_alone_message(layer, name, "still synchronizes"), stacklevel=2)
-    return reverted
+    return module
+
+
+def _desynchronize(layer: SyncBatchNorm) -> None:
+    """Give a layer the class that it had before conversion, or that of a reverted layer."""
+    cls = layer._syncbn.original or layer._syncbn_original or BatchNorm
+    if layer._syncbn_takes_activation:
+        if layer.activation is not None:
+            cls = BatchNorm
+        elif cls is not BatchNorm:
+            for attribute in _EPILOGUE:
+                layer.__dict__.pop(attribute, None)
+    del layer._syncbn
+    layer.__class__ = cls  # type: ignore[assignment]
 
 
 def check_module(module: object) -> None:
@@ -213,7 +250,7 @@ def check_module(module: object) -> None:
 
 
 def _modules_to_visit(
-    root: nn.Module, is_left_alone: Callable[[nn.Module], bool]
+    root: nn.Module, is_left_alone: Callable[[nn.Module, str], bool]
 ) -> tuple[Layers, Layers]:
     """Return the modules of a model, each once, and those of them that are left alone.
 
@@ -227,7 +264,7 @@ def _modules_to_visit(
         if id(module) in seen:
             return
         seen.add(id(module))
-        if is_left_alone(module):
+        if is_left_alone(module, name):
             left_alone.append((name, module))
             return
         layers.append((name, module))
@@ -237,24 +274,6 @@ def _modules_to_visit(
 
     visit(root, "")
     return layers, left_alone
-
-
-def _check_not_compiled(layers: Layers, is_replaced: Callable[[nn.Module], bool]) -> None:
-    """Raise ValueError where code of a layer that is replaced would go on to run."""
-    for name, layer in layers:
-        compiled = _torch_private.compiled_original(layer)
-        own_code = _torch_private.is_compiled(layer) and is_replaced(layer)
-        if own_code or (compiled is not None and is_replaced(compiled)):
-            raise ValueError(
-                f"the layer {name!r} has been compiled by itself, so that its old code would go on "
-                "to run; convert or revert the model first and compile after that"
-            )
-
-
-def _set_missing(layer: nn.Module, attributes: dict[str, Any]) -> None:
-    for attribute, value in attributes.items():
-        if not hasattr(layer, attribute):
-            setattr(layer, attribute, value)
 
 
 def _check_not_awaiting_quantization(layers: Layers) -> None:
@@ -269,17 +288,16 @@ def _check_not_awaiting_quantization(layers: Layers) -> None:
             )
 
 
-def _has_activation(layer: nn.Module) -> bool:
-    """Whether a layer of ours has an activation of its own."""
-    is_ours = isinstance(layer, SyncBatchNorm) and layer._takes_activation
-    return is_ours and layer.activation is not None
-
-
 def _is_synchronized(layer: nn.Module) -> bool:
     return isinstance(layer, (SyncBatchNorm, TorchSyncBatchNorm))
 
 
 def _left_alone_message(layer: nn.Module, name: str, consequence: str) -> str:
+    if isinstance(layer, torch.jit.ScriptModule):
+        return (
+            f"the module {name!r} is scripted with batch normalization in it, is left as it is and "
+            f"{consequence}; convert the module that it was scripted from"
+        )
     return (
         f"the layer {name!r} is a {type(layer).__name__}, which is not plain batch normalization: "
         f"it has methods of its own, is left as it is and {consequence}"
@@ -316,27 +334,42 @@ def _is_plain(layer: nn.Module) -> bool:
     return True
 
 
-def _sync_class(layer: nn.Module) -> type[SyncBatchNorm] | None:
-    """Return the class that does what this layer does, synchronized; None if there is none."""
+def _sync_class(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
+    """Return the class that does what this layer does, synchronized; None if there is none.
+
+    Raises:
+        TypeError: Python cannot derive a class from the layer's.
+    """
     if not isinstance(layer, BatchNormBase) or isinstance(layer, SyncBatchNorm):
         return None
     if "forward" in vars(layer):  # replaced on the instance
         return None
-    timms = _timms_class(layer)
-    if timms is not None:
-        return subclasses.derive(SyncBatchNormAct, timms)
-    if isinstance(layer, TorchSyncBatchNorm):
+    if isinstance(layer, TorchSyncBatchNorm) and _timms_class(layer) is None:
         return SyncBatchNorm if _is_plain(layer) else None
     inside = (module for module in layer.modules() if module is not layer)
     if any(isinstance(module, BatchNormBase) for module in inside):
         return None  # which normalizes a part by itself
-    return subclasses.synchronized(layer)
+    if not collectives.is_group(vars(layer).get("process_group")):
+        return None  # an attribute of the program's own, which our property would hide
+    try:
+        timms = _timms_class(layer)
+        if timms is not None:
+            return subclasses.derive(timms, SyncBatchNormAct, timms)
+        return subclasses.synchronized(layer)
+    except Exception as error:  # of the code that a metaclass runs
+        raise TypeError(
+            f"the layer {name!r} is a {type(layer).__name__}, and no class can derive from that: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
-def _has_no_sync_class(layer: nn.Module) -> bool:
+def _cannot_synchronize(layer: nn.Module, name: str) -> bool:
     """Whether the layer normalizes batches in a way that none of our classes does."""
+    if isinstance(layer, torch.jit.ScriptModule):
+        scripted = (getattr(module, "original_name", "") for module in layer.modules())
+        return any(name in _SCRIPTED for name in scripted)
     is_other = isinstance(layer, BatchNormBase) and not isinstance(layer, SyncBatchNorm)
-    return is_other and _sync_class(layer) is None
+    return is_other and _sync_class(layer, name) is None
 
 
 def _timms_class(layer: nn.Module) -> type[nn.Module] | None:
@@ -348,16 +381,3 @@ def _timms_class(layer: nn.Module) -> type[nn.Module] | None:
         if cls.__name__ == "SyncBatchNormAct":
             return getattr(sys.modules[cls.__module__], "BatchNormAct2d", None)
     return None
-
-
-def _replace(
-    root: nn.Module, layers: Layers, replacement: Callable[[nn.Module, str], nn.Module]
-) -> nn.Module:
-    """Replace each of the layers by ``replacement(layer, name)`` in its parent modules."""
-    replaced = {id(layer): replacement(layer, name) for name, layer in layers}
-    for new in replaced.values():
-        children = _torch_private.children(new)
-        for name, child in children.items():
-            if child is not None:
-                children[name] = replaced.get(id(child), child)
-    return replaced.get(id(root), root)

@@ -65,13 +65,14 @@ def freeze_statistics(model: nn.Module, affine: bool = False) -> None:
     # All flags are read before one is set: layers may share a weight.
     flags = [_flags(layer) for layer in layers]
     for layer, own in zip(layers, flags, strict=True):
-        before = layer._frozen or {"training": layer.training}
+        before = layer._syncbn.frozen or {"training": layer.training}
         if affine:
-            layer._frozen = {**own, **before}
+            frozen = {**own, **before}
             _set_flags(layer, dict.fromkeys(own, False))
         else:
-            layer._frozen = {"training": before["training"]}
+            frozen = {"training": before["training"]}
             _set_flags(layer, before)
+        layer._syncbn = layer._syncbn.replaced(frozen=frozen)
         layer.training = False
 
 
@@ -99,9 +100,9 @@ def unfreeze_statistics(model: nn.Module) -> None:
         True
     """
     for layer in layers_of(model).values():
-        before = layer._frozen
+        before = layer._syncbn.frozen
         if before is not None:
-            del layer._frozen
+            layer._syncbn = layer._syncbn.replaced(frozen=None)
             layer.training = before["training"]
             _set_flags(layer, before)
 

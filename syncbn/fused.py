@@ -64,7 +64,7 @@ def normalize_activate(layer: nn.Module, input: Tensor, activation: Activation) 
     """Return ``activation(layer(input))``, in the layer's own passes where it is ours and bare."""
     known = _known(activation)
     if known is not None and is_bare(layer):
-        return layer.forward_through(  # type: ignore[operator, no-any-return]
+        return layer._syncbn_forward(  # type: ignore[operator, no-any-return]
             input, None, *known
         )
     return _activate(layer(input), activation)
@@ -82,7 +82,7 @@ def normalize_add_activate(
     known = _known(activation)
     is_residual = _is_residual(summand, input, is_first=sum == "summand + layer")
     if known is not None and is_residual and is_bare(layer):
-        return layer.forward_through(  # type: ignore[operator, no-any-return]
+        return layer._syncbn_forward(  # type: ignore[operator, no-any-return]
             input, summand, *known
         )
     output = layer(input)

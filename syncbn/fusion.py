@@ -191,7 +191,7 @@ class _Plan:
         """Return what is known from the layer alone."""
         if not isinstance(layer, SyncBatchNorm):
             return "is not converted"
-        if layer._takes_activation and layer.activation is not None:
+        if layer._syncbn_takes_activation and layer.activation is not None:
             return layer.activation, False
         if isinstance(layer, SyncBatchNormAct):
             activation = layer.fused_activation()

@@ -37,9 +37,6 @@ class Identity:
         self.number = _number(name)
         _names[self.number] = name
 
-    def __reduce__(self) -> tuple[type["Identity"], tuple[str, int]]:
-        return Identity, (self.name, self.key)
-
     def __str__(self) -> str:
         return f"layer {self.name!r}" if self.name else "a layer"
 
@@ -49,9 +46,14 @@ class Identity:
             return torch.tensor([self.key, self.number], device="cpu")
 
 
+class _State(Protocol):
+    identity: Identity
+    identity_tensor: Tensor
+
+
 class _Identified(Protocol):
-    _identity: Identity
-    _identity_tensor: Tensor
+    @property
+    def _syncbn(self) -> _State: ...
 
 
 # What a pass is told of its layer: the identity; the name in a graph of torch.fx; or, under
@@ -64,7 +66,7 @@ def identity_of(layer: Layer) -> Identity:
     """Return the identity of what a pass was told."""
     if isinstance(layer, Identity):
         return layer
-    return identity_named(layer) if isinstance(layer, str) else layer._identity
+    return identity_named(layer) if isinstance(layer, str) else layer._syncbn.identity
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """The layers: torch.nn.SyncBatchNorm's constructor, state and behavior over our operators."""
 
-import copy
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
@@ -8,6 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 import torch
 import torch.fx
 from torch import Tensor, nn
+
+# From their own module: a program may have bound the names of torch.nn to something else.
+from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 from syncbn import (
     _torch_private,
@@ -22,12 +24,13 @@ from syncbn._torch_private import BatchNormBase
 from syncbn.arguments import Arguments
 from syncbn.collectives import DeviceMesh, ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
-from syncbn.identity import ANONYMOUS, Identity, Layer
+from syncbn.identity import Identity, Layer
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "LayerState",
     "ModuleT",
     "PlainSyncBatchNorm",
     "SyncBatchNorm",
@@ -60,6 +63,61 @@ def record_call(
         return None
     name = tracer.path_of_module(layer)
     return tracer.create_proxy("call_module", name, arguments, keywords)
+
+
+class LayerState:
+    """What a layer of ours holds beside torch's attributes: replaced as a whole, never changed.
+
+    So copies of a layer share it until one of them gets another. A pickle keeps what another
+    process can use.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        # The layer's name in its model, from conversion; empty if unknown.
+        self.identity = Identity(name)
+        # The same for compiled graphs, which would be compiled again for each name.
+        self.identity_tensor = self.identity.as_tensor()
+        # The ranks that share a batch; None is all of them.
+        self.process_group: ProcessGroup | None = None
+        # Whether a compiled graph can hold the group. Found out before torch.compile traces, which
+        # refuses code that looks at a group without a name.
+        self.fits_graph = True
+        # The class that revert restores, where it is not that of the layer's own class.
+        self.original: type[nn.Module] | None = None
+        # From freeze_statistics: the mode and the flags requires_grad that unfreezing restores.
+        self.frozen: dict[str, bool] | None = None
+        # While recompute_statistics runs: the function that takes the sums of each pass.
+        self.observe: Callable[[Tensor], None] | None = None
+
+    def replaced(self, **changes: Any) -> "LayerState":
+        """Return a copy with other values."""
+        new = LayerState.__new__(LayerState)
+        new.__dict__.update(self.__dict__, **changes)
+        return new
+
+    def with_name(self, name: str) -> "LayerState":
+        """Return a copy of another name."""
+        identity = Identity(name)
+        return self.replaced(identity=identity, identity_tensor=identity.as_tensor())
+
+    def with_group(self, group: ProcessGroup | None) -> "LayerState":
+        """Return a copy of another group."""
+        has_name = group is None or collectives.name_of(group) != ""
+        fits_graph = has_name or not collectives.is_member(group)
+        return self.replaced(process_group=group, fits_graph=fits_graph)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
+        return self
+
+    def __reduce__(self) -> Any:
+        if self.process_group is not None:
+            warnings.warn(
+                "a process group cannot be pickled: the SyncBatchNorm layer will be loaded with "
+                "process_group=None, all ranks; set its process_group again after loading",
+                stacklevel=2,
+            )
+        kept = {"original": self.original, "frozen": self.frozen}
+        return LayerState, (self.identity.name,), kept
 
 
 class SyncBatchNorm(BatchNormBase):
@@ -113,21 +171,14 @@ class SyncBatchNorm(BatchNormBase):
         tensor([0.2000, 0.3000])
     """
 
-    # From conversion: the class that revert restores.
-    _converted_from: type[nn.Module] | None = None
-    # Of pickles without them.
-    _identity = ANONYMOUS
-    _identity_tensor = ANONYMOUS.as_tensor()
-    _process_group: ProcessGroup | None = None
-    _fits_graph = True
-    # While recompute_statistics runs: what takes the sums of each pass.
-    _observe: Callable[[Tensor], None] | None = None
-    # From freeze_statistics: the mode and the flags requires_grad that the way back restores.
-    _frozen: dict[str, bool] | None = None
-    # Numbers of dimensions that it takes; None for two or more.
-    _dims: tuple[int, ...] | None = None
+    # All that a layer holds beside torch's attributes. One name, which no program takes by chance.
+    _syncbn: LayerState
+    # The class that revert restores; None for that of a reverted model.
+    _syncbn_original: type[nn.Module] | None = None
+    # Numbers of dimensions that the layer takes; None for two or more.
+    _syncbn_dims: tuple[int, ...] | None = None
     # Whether ``activation`` and ``negative_slope`` are this class's and no subclass's.
-    _takes_activation = True
+    _syncbn_takes_activation = True
     # No defaults of the class, which would hide a module that is set in their place.
     activation: str | None
     negative_slope: float
@@ -161,32 +212,16 @@ class SyncBatchNorm(BatchNormBase):
         if affine and not bias:
             self.register_parameter("bias", None)
         self.activation, self.negative_slope = activation, negative_slope
-        self.process_group = process_group
-        self._name = ""
-
-    @property
-    def _name(self) -> str:
-        """The layer's name in its model, from conversion; empty if unknown."""
-        return self._identity.name
-
-    @_name.setter
-    def _name(self, name: str) -> None:
-        self._identity = Identity(name)
-        self._identity_tensor = self._identity.as_tensor()
+        self._syncbn = LayerState().with_group(process_group)
 
     @property
     def process_group(self) -> ProcessGroup | None:
         """The ranks that share a batch; None is all of them."""
-        return self._process_group
+        return self._syncbn.process_group
 
     @process_group.setter
     def process_group(self, given: ProcessGroup | DeviceMesh | None) -> None:
-        group: ProcessGroup | None = collectives.group_of_mesh(given)
-        self._process_group = group
-        # Not to be found out under torch.compile, which refuses code that touches such a group.
-        self._fits_graph = (
-            group is None or not collectives.is_member(group) or collectives.name_of(group) != ""
-        )
+        self._syncbn = self._syncbn.with_group(collectives.group_of_mesh(given))
 
     def reset_parameters(self) -> None:
         """Set weight and bias to 1 and 0, and reset the running statistics."""
@@ -203,15 +238,16 @@ class SyncBatchNorm(BatchNormBase):
             The layer itself.
         """
         super().train(mode)
-        if self._frozen is not None:
-            self._frozen = {**self._frozen, "training": mode}
+        frozen = self._syncbn.frozen
+        if frozen is not None:
+            self._syncbn = self._syncbn.replaced(frozen={**frozen, "training": mode})
             self.training = False
         return self
 
     def extra_repr(self) -> str:
         """Return the arguments, those of torch's layer and what follows the normalization."""
         text: str = super().extra_repr()
-        if not self._takes_activation:
+        if not self._syncbn_takes_activation:
             return text
         return text + activations.describe(self.activation, self.negative_slope)
 
@@ -225,9 +261,9 @@ class SyncBatchNorm(BatchNormBase):
             recorded = record_call(self, SyncBatchNorm.forward, *operands, **masked)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
-        return self.forward_through(input, residual, self.activation, self.negative_slope, mask)
+        return self._syncbn_forward(input, residual, self.activation, self.negative_slope, mask)
 
-    def forward_through(
+    def _syncbn_forward(
         self,
         input: Tensor,
         residual: Tensor | None,
@@ -236,15 +272,16 @@ class SyncBatchNorm(BatchNormBase):
         mask: Tensor | None = None,
     ) -> Tensor:
         """Do as :meth:`forward`, with an activation in the place of the layer's own."""
-        layer: Layer = self._identity
+        state = self._syncbn
+        layer: Layer = state.identity
         if torch.compiler.is_compiling():
-            if self.training and not self._fits_graph and not _torch_private.is_exporting():
+            if self.training and not state.fits_graph and not _torch_private.is_exporting():
                 return _run_uncompiled(  # type: ignore[no-any-return]
                     self, input, residual, activation, negative_slope, mask
                 )
             layer = self
         if isinstance(input, torch.fx.Proxy):
-            layer = self._identity.name
+            layer = state.identity.name
         weight, bias, running_mean, running_var, counter = _torch_private.vectors_of(self)
         if self.training and not self.track_running_stats:
             running_mean = running_var = None
@@ -263,18 +300,18 @@ class SyncBatchNorm(BatchNormBase):
             residual,
             activation,
             negative_slope,
-            self._dims,
+            self._syncbn_dims,
             mask,
         )
         if not self.training:
             return functional.evaluate(input, arguments, layer)
-        return functional.train(input, arguments, self.process_group, layer, self._observe)
+        return functional.train(input, arguments, state.process_group, layer, state.observe)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""
         words = "TorchScript cannot hold a SyncBatchNorm layer; call syncbn.revert_sync_batchnorm"
         raise errors.with_layer_and_rank(
-            NotImplementedError(f"{words} first"), self._identity, None
+            NotImplementedError(f"{words} first"), self._syncbn.identity, None
         )
 
     @overload
@@ -298,47 +335,29 @@ class SyncBatchNorm(BatchNormBase):
 
         return convert_sync_batchnorm(module, process_group)
 
-    # A process group can be neither copied nor pickled: copies share it, pickles go without.
-
-    def __copy__(self) -> "SyncBatchNorm":
-        new = self.__class__.__new__(self.__class__)
-        new.__dict__.update(self.__dict__)
-        return new
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "SyncBatchNorm":
-        memo[id(self.process_group)] = self.process_group
-        new = memo[id(self)] = self.__class__.__new__(self.__class__)
-        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return new
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if not hasattr(self, "activation"):  # a pickle of an earlier version
-            self.activation, self.negative_slope = None, 0.01
-        self._name = self._name  # under a key that no layer of this process has
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        if self.process_group is not None:
-            warnings.warn(
-                "a process group cannot be pickled: the SyncBatchNorm layer will be loaded with "
-                "process_group=None, all ranks; set its process_group again after loading",
-                stacklevel=2,
-            )
-            state.update(_process_group=None, _fits_graph=True)
-        return state
-
 
 def _run(layer: SyncBatchNorm, *arguments: Any) -> Tensor:
     warnings.warn(f"a SyncBatchNorm layer runs uncompiled: {_NO_NAME}", stacklevel=2)
-    return layer.forward_through(*arguments)
+    return layer._syncbn_forward(*arguments)
 
 
 _NO_NAME = "its process group has no name, which a graph would hold"
 _run_uncompiled = torch.compiler.disable(_run, reason=_NO_NAME)
 
 
-class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):
+def _check_for_torchs_forward(layer: SyncBatchNorm, input: Tensor) -> None:
+    """Check the dimensions as torch's ``forward`` asks, which a program bound before conversion."""
+    if layer.training:
+        warnings.warn(
+            f"torch's forward of {layer._syncbn.identity} was called, by a method that was bound "
+            "before conversion, and normalizes this rank's values by themselves; call the layer",
+            stacklevel=3,
+        )
+    original: Any = layer._syncbn_original
+    original._check_input_dim(layer, input)
+
+
+class SyncBatchNorm1d(SyncBatchNorm, BatchNorm1d):
     """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm1d`` and takes 2 or 3 dimensions.
 
     What conversion makes of one; the arguments are those of SyncBatchNorm.
@@ -351,11 +370,12 @@ class SyncBatchNorm1d(nn.BatchNorm1d, SyncBatchNorm):
         (True, torch.Size([4, 3]))
     """
 
-    _converted_from = nn.BatchNorm1d
-    _dims = (2, 3)
+    _syncbn_original = BatchNorm1d
+    _syncbn_dims = (2, 3)
+    _check_input_dim = _check_for_torchs_forward
 
 
-class SyncBatchNorm2d(nn.BatchNorm2d, SyncBatchNorm):
+class SyncBatchNorm2d(SyncBatchNorm, BatchNorm2d):
     """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm2d`` and takes 4 dimensions.
 
     What conversion makes of one; the arguments are those of SyncBatchNorm.
@@ -368,11 +388,12 @@ class SyncBatchNorm2d(nn.BatchNorm2d, SyncBatchNorm):
         (True, torch.Size([4, 3, 2, 2]))
     """
 
-    _converted_from = nn.BatchNorm2d
-    _dims = (4,)
+    _syncbn_original = BatchNorm2d
+    _syncbn_dims = (4,)
+    _check_input_dim = _check_for_torchs_forward
 
 
-class SyncBatchNorm3d(nn.BatchNorm3d, SyncBatchNorm):
+class SyncBatchNorm3d(SyncBatchNorm, BatchNorm3d):
     """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm3d`` and takes 5 dimensions.
 
     What conversion makes of one; the arguments are those of SyncBatchNorm.
@@ -385,14 +406,15 @@ class SyncBatchNorm3d(nn.BatchNorm3d, SyncBatchNorm):
         (True, torch.Size([4, 3, 2, 2, 2]))
     """
 
-    _converted_from = nn.BatchNorm3d
-    _dims = (5,)
+    _syncbn_original = BatchNorm3d
+    _syncbn_dims = (5,)
+    _check_input_dim = _check_for_torchs_forward
 
 
 class PlainSyncBatchNorm(SyncBatchNorm):
     """Behind a subclass that may have an ``activation`` of its own: adds and applies nothing."""
 
-    _takes_activation = False
+    _syncbn_takes_activation = False
 
     def forward(  # type: ignore[override]
         self, input: Tensor, *, mask: Tensor | None = None
@@ -403,7 +425,7 @@ class PlainSyncBatchNorm(SyncBatchNorm):
             recorded = record_call(self, PlainSyncBatchNorm.forward, input, **masked)
             if recorded is not None:
                 return recorded  # type: ignore[no-any-return]
-        return self.forward_through(input, None, None, 0.0, mask)
+        return self._syncbn_forward(input, None, None, 0.0, mask)
 
 
 class SyncBatchNormAct(SyncBatchNorm):
@@ -424,7 +446,7 @@ class SyncBatchNormAct(SyncBatchNorm):
                 return recorded  # type: ignore[no-any-return]
         fused = self.fused_activation()
         if fused is not None:
-            return self.forward_through(input, residual, *fused, mask)
+            return self._syncbn_forward(input, residual, *fused, mask)
         output: Tensor = self.act(self.drop(super().forward(input, residual, mask=mask)))
         # An activation need not leave zeros alone.
         return output if mask is None else masks.clear(output, masks.as_places(mask, output))

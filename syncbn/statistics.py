@@ -118,7 +118,7 @@ def _layers_to_recompute(model: nn.Module) -> dict[str, SyncBatchNorm]:
         layers = {
             name: layer
             for name, layer in named.items()
-            if layer._frozen is None
+            if layer._syncbn.frozen is None
             and layer.track_running_stats
             and layer.running_mean is not None
             and layer.running_var is not None
@@ -269,12 +269,12 @@ def _observed(
     modes = {name: layer.training for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
-            layer._observe = populations[name].add
+            layer._syncbn = layer._syncbn.replaced(observe=populations[name].add)
             layer.training = True
         yield
     finally:
         for name, layer in layers.items():
-            layer.__dict__.pop("_observe", None)
+            layer._syncbn = layer._syncbn.replaced(observe=None)
             layer.training = modes[name]
 
 

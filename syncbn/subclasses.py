@@ -15,6 +15,9 @@ from typing import Any, TypeGuard
 import torch.fx
 from torch import nn
 
+# From their own module: a program may have bound the names of torch.nn to something else.
+from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
+
 from syncbn import _torch_private
 from syncbn._torch_private import BatchNormBase
 from syncbn.modules import (
@@ -32,38 +35,45 @@ __all__ = ["derive", "is_derived", "synchronized"]
 _OF_PLAIN: dict[type[nn.Module], type[SyncBatchNorm]] = {
     BatchNormBase: SyncBatchNorm,
     BatchNorm: SyncBatchNorm,
-    nn.BatchNorm1d: SyncBatchNorm1d,
-    nn.BatchNorm2d: SyncBatchNorm2d,
-    nn.BatchNorm3d: SyncBatchNorm3d,
+    BatchNorm1d: SyncBatchNorm1d,
+    BatchNorm2d: SyncBatchNorm2d,
+    BatchNorm3d: SyncBatchNorm3d,
 }
-_DIMS = {getattr(cls, _torch_private.INPUT_CHECK): ours._dims for cls, ours in _OF_PLAIN.items()}
+_DIMS = {
+    getattr(cls, _torch_private.INPUT_CHECK): ours._syncbn_dims for cls, ours in _OF_PLAIN.items()
+}
 
 
 class _Derived(nn.Module):
     """What generated classes have in common: a pickle makes the class again."""
 
+    def __init_subclass__(cls) -> None:
+        """Tell no base class: one that keeps a list of its subclasses expects a program's."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         cls: Any = type(self)
-        return _new, cls.__bases__[1:], self.__getstate__()
+        return _new, (cls._syncbn_original, *cls.__bases__[1:]), self.__dict__
 
 
-def _new(*bases: type[nn.Module]) -> nn.Module:
-    cls = derive(*bases)
+def _new(*classes: type[nn.Module]) -> nn.Module:
+    cls = derive(*classes)
     return cls.__new__(cls)
 
 
 _made: dict[tuple[type[nn.Module], ...], type[SyncBatchNorm]] = {}
 
 
-def derive(*bases: type[nn.Module]) -> type[SyncBatchNorm]:
-    """Return the class of these, of which one is another's and one is ours: always the same."""
-    if bases not in _made:
-        (original,) = (cls for cls in bases if not issubclass(cls, SyncBatchNorm))
+def derive(original: type[nn.Module], *bases: type[nn.Module]) -> type[SyncBatchNorm]:
+    """Return the synchronized class of ``original`` that has these bases: always the same."""
+    key = (original, *bases)
+    if key not in _made:
+        input_check = getattr(original, _torch_private.INPUT_CHECK)
         names = {
             "__module__": original.__module__,
             "__doc__": f"{original.__name__} with the statistics of the whole batch.",
-            "_converted_from": original,
-            "_dims": _DIMS.get(getattr(original, _torch_private.INPUT_CHECK)),
+            "_syncbn_original": original,
+            "_syncbn_dims": _DIMS.get(input_check),
+            _torch_private.INPUT_CHECK: input_check,
         }
         if not _is_librarys(_owner(bases[0], "forward")):
             names["forward"] = _recorded(original)
@@ -71,8 +81,8 @@ def derive(*bases: type[nn.Module]) -> type[SyncBatchNorm]:
         derived: Any = types.new_class(
             name, (_Derived, *bases), exec_body=lambda body: body.update(names)
         )
-        _made[bases] = derived
-    return _made[bases]
+        _made[key] = derived
+    return _made[key]
 
 
 def _owner(cls: type, name: str) -> type:
@@ -104,14 +114,14 @@ def synchronized(layer: nn.Module) -> type[SyncBatchNorm] | None:
     if cls is BatchNorm or (cls in _OF_PLAIN and not has_own_activation):
         return _OF_PLAIN[cls]
     own = [base for base in cls.__mro__ if not _is_librarys(base)]
-    others = [base for base in cls.__mro__ if base not in own and "forward" in vars(base)]
-    if others[0] is not BatchNormBase:
-        return None
+    torchs = next(base for base in cls.__mro__ if base in _OF_PLAIN)
     names = {name for base in own for name in vars(base)}
     if names & _RESERVED or not all(_cooperates(cls, own, name) for name in names & _CALLED):
         return None
     is_plain = "forward" in names or has_own_activation
-    return derive(cls, PlainSyncBatchNorm if is_plain else SyncBatchNorm)
+    users = () if cls in _OF_PLAIN else (cls,)
+    plain = (PlainSyncBatchNorm,) if is_plain else ()
+    return derive(cls, *users, *plain, _OF_PLAIN[torchs])
 
 
 def is_derived(cls: type) -> bool:
@@ -141,8 +151,12 @@ _NORMALIZING = {
 }
 
 
+# FSDP2 gives the modules that it shards a class of its own, which changes nothing of forward.
+_LIBRARIES = ("torch.nn.modules.", "torch.distributed.fsdp", "syncbn.", "builtins", "typing")
+
+
 def _is_librarys(cls: type) -> bool:
-    return cls.__module__.startswith(("torch.nn.modules.", "syncbn.", "builtins", "typing"))
+    return cls.__module__.startswith(_LIBRARIES)
 
 
 def _cooperates(cls: type[nn.Module], own: list[type], name: str) -> bool:

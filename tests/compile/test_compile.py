@@ -24,7 +24,12 @@ from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
+from syncbn import (
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    revert_sync_batchnorm,
+    sync_batch_norm,
+)
 
 # torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
 pytestmark = [
@@ -270,3 +275,35 @@ def test_variable_numbers_break_no_graph(program):
     for output, right in zip(outputs, expected, strict=True):
         # float32 roundings of values below 4
         torch.testing.assert_close(output, right, rtol=1e-6, atol=1e-6)
+
+
+def compile_itself(model, backend):
+    model[1].compile(backend=backend)
+    return model
+
+
+def compile_wrapped(model, backend):
+    model[1] = torch.compile(model[1], backend=backend)
+    return model
+
+
+def compile_whole(model, backend):
+    return torch.compile(model, backend=backend)
+
+
+@pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.BatchNorm1d, nn.SyncBatchNorm])
+@pytest.mark.parametrize("compiled", [compile_itself, compile_wrapped, compile_whole])
+def test_layers_that_were_compiled_before_are_compiled_again(compiled, cls):
+    layer, x = cls(3), torch.rand(2, 3, 4, *[4] * (cls is not nn.BatchNorm1d))
+    model = nn.Sequential(nn.ReLU(), layer)
+    convert_sync_batchnorm(model)
+    call = compiled(model, "eager")
+
+    def node():
+        return type(call(x).grad_fn).__name__
+
+    synchronized = node()
+    revert_sync_batchnorm(model)
+    assert node() == "NativeBatchNormBackward0" != synchronized
+    convert_sync_batchnorm(model)
+    assert node() == synchronized

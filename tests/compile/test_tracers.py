@@ -224,7 +224,7 @@ def test_exported_graph_of_a_group_can_be_saved(compiling_ranks, tmp_path):
 
 def test_bad_input_to_an_export_is_named():
     layer = SyncBatchNorm(3)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     with pytest.raises(ValueError, match=r"3 channels .* but got 5 .*\[layer 'body\.bn1'\]"):
         torch.export.export(layer, (torch.rand(4, 5),))
 

@@ -210,7 +210,7 @@ BAD_ON_ONE_RANK = [
 
 def train_named_layer(rank, world_size, bad, options):
     layer = SyncBatchNorm(3, **options)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     layer(torch.rand(2, 3) if rank == 0 else bad)
 
 
@@ -306,7 +306,7 @@ def refused(rank, world_size, what):
     elif what == "operator":  # alone; in a group a check as well
         layer.running_mean = torch.zeros(4)
     elif rank == 0:  # another pass than rank 1
-        layer._name = "other"
+        layer._syncbn = layer._syncbn.with_name("other")
     references = []
 
     def call():

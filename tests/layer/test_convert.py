@@ -1,7 +1,11 @@
 """Conversion and its inverse: what is replaced, and what is kept."""
 
 import copy
+import functools
 import importlib.util
+import subprocess
+import sys
+import warnings
 
 import pytest
 import torch
@@ -16,7 +20,9 @@ from syncbn import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
     convert_sync_batchnorm,
+    freeze_statistics,
     revert_sync_batchnorm,
+    unfreeze_statistics,
 )
 
 
@@ -68,13 +74,126 @@ def test_layers_become_ours_and_keep_everything():
     assert str(converted) == text
 
 
-def test_root_layer_gives_a_new_layer():
+@pytest.mark.parametrize("cls", [nn.BatchNorm2d, Renamed, nn.SyncBatchNorm, SyncBatchNorm])
+def test_layer_itself_stays_the_same_object(cls):
+    layer = cls(3)
+    state = dict(vars(layer))
+    assert convert_sync_batchnorm(layer) is layer and isinstance(layer, SyncBatchNorm)
+    assert revert_sync_batchnorm(layer) is layer and not isinstance(layer, SyncBatchNorm)
+    assert all(vars(layer)[name] is state[name] for name in vars(layer).keys() & state.keys())
+
+
+class Holding(nn.Module):
+    """Runs its layers by other references than its attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.inside = nn.Sequential(nn.BatchNorm1d(3))
+        self.listed = [self.norm]
+        self.called = self.inside[0].__call__
+        self.partial = functools.partial(self.norm)
+        self.forwarded = self.inside[0].forward
+
+    def forward(self, input):
+        for function in (self.listed[0], self.called, self.partial, self.forwarded):
+            input = function(input)
+        return input
+
+
+def hold(rank, world_size):
+    torch.manual_seed(0)
+    x = torch.randn(2, 4, 3, dtype=torch.float64)[rank] + rank
+    model = convert_sync_batchnorm(Holding().double())
+    model(x)
+    buffers = [buffer.tolist() for name, buffer in model.named_buffers() if "mean" in name]
+    calls = [int(layer.num_batches_tracked) for layer in (model.norm, model.inside[0])]
+    reverted = revert_sync_batchnorm(model)
+    reverted(x)  # without the other rank
+    own = [buffer.tolist() for name, buffer in reverted.named_buffers() if "mean" in name]
+    return buffers, calls, own
+
+
+def test_layers_that_a_program_also_holds_elsewhere_synchronize(two_ranks):
+    (first, calls, own), (second, _, others) = two_ranks.run(hold)
+    assert first == second and calls == [2, 2]
+    assert own != others
+
+
+def test_forward_bound_before_conversion_is_named():
     layer = nn.BatchNorm2d(3)
-    converted = convert_sync_batchnorm(layer)
-    assert type(converted) is SyncBatchNorm2d and type(layer) is nn.BatchNorm2d
-    assert converted.weight is layer.weight
-    converted.weight = None  # the layers' own dictionaries
-    assert layer.weight is not None
+    bound = {"function": layer.forward}
+    model = convert_sync_batchnorm(nn.Sequential(layer))
+    x = torch.rand(2, 3, 4, 4)
+    with pytest.warns(
+        UserWarning, match="torch's forward of layer '0' was called, .* by themselves"
+    ):
+        bound["function"](x)
+    with pytest.raises(ValueError, match="expected 4D input"):
+        model.eval()[0].forward and bound["function"](x[0])
+
+
+def in_half(rank, world_size, when):
+    """As programs wrap a class's forward to compute in another dtype."""
+    original, calls = nn.BatchNorm2d.forward, []
+
+    def wrapped(self, input):
+        calls.append(self)
+        return original(self, input)
+
+    layer = nn.Sequential(nn.BatchNorm2d(3), Renamed(3))
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if when == "before":
+                nn.BatchNorm2d.forward = wrapped
+            converted = convert_sync_batchnorm(layer)
+            nn.BatchNorm2d.forward = wrapped
+            torch.manual_seed(rank)
+            converted(torch.randn(4, 3, 2, 2) + rank)
+    finally:
+        del nn.BatchNorm2d.forward
+    said = [str(warning.message) for warning in caught]
+    return [layer.running_mean.tolist() for layer in converted], len(calls), said
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_forward_replaced_for_torchs_class_is_not_run_and_named(two_ranks, when):
+    (first, calls, said), (second, _, _) = two_ranks.run(in_half, when)
+    assert first == second and calls == 0
+    assert len(said) == (when == "before")
+    assert all("BatchNorm2d.forward is not torch's own" in words for words in said)
+
+
+def test_method_replaced_for_torchs_class_does_not_hide_ours(monkeypatch):
+    def train(layer, mode=True):
+        layer.training = mode
+        return layer
+
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+    freeze_statistics(model)
+    monkeypatch.setattr(nn.BatchNorm2d, "train", train, raising=False)
+    assert not model.train()[0].training
+
+
+def test_attributes_of_a_program_stay_its_own():
+    """Names that layers of other packages, and earlier layers of ours, have."""
+    words = ("frozen", "identity", "name", "dims", "observe", "process_group", "converted_from")
+    names = [f"_{word}" for word in words]
+    for convert_first in (True, False):
+        model = nn.Sequential(nn.BatchNorm2d(3))
+        if convert_first:
+            convert_sync_batchnorm(model)
+        for name in names:
+            setattr(model[0], name, name)
+        convert_sync_batchnorm(model)
+        model.train()(torch.rand(2, 3, 4, 4)).sum().backward()
+        freeze_statistics(model)
+        unfreeze_statistics(model)
+        copied = copy.deepcopy(model)
+        revert_sync_batchnorm(model)
+        for either in (model, copied):
+            assert all(getattr(either[0], name) == name for name in names)
 
 
 def test_classmethod():
@@ -139,21 +258,6 @@ def test_model_that_awaits_prepare_qat_is_an_error_and_nothing_is_changed():
     assert type(fused[0][1]) is type(fused[2]) is nn.BatchNorm2d
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("revert", [False, True])
-def test_layer_compiled_by_itself_is_an_error_and_nothing_is_changed(revert, whole):
-    convert = revert_sync_batchnorm if revert else convert_sync_batchnorm
-    layer = SyncBatchNorm(3) if revert else nn.BatchNorm1d(3)
-    model = nn.Sequential(nn.BatchNorm1d(3), SyncBatchNorm(3), layer)
-    if whole:
-        model[2] = torch.compile(layer, backend="eager")
-    else:
-        layer.compile(backend="eager")
-    with pytest.raises(ValueError, match="the layer '2' has been compiled by itself.*after that"):
-        convert(model)
-    assert type(model[0]) is nn.BatchNorm1d and type(model[1]) is SyncBatchNorm
-
-
 def test_layers_of_a_compiled_model_are_converted():
     model = torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend="eager")
     assert type(convert_sync_batchnorm(model).get_submodule("_orig_mod.0")) is SyncBatchNorm1d
@@ -184,6 +288,23 @@ def test_torchs_layers_are_known_after_a_global_swap(swapped):
     for model in (converted, nn.Sequential(TorchSyncBatchNorm(3), nn.SyncBatchNorm(3))):
         reverted = swapped.revert_sync_batchnorm(model)
         assert type(reverted[0]) is type(reverted[1]) is swapped.BatchNorm
+
+
+REBOUND = """
+import functools
+from torch import nn
+from torch.nn.modules import batchnorm
+for name in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"):
+    setattr(nn, name, functools.partial(getattr(nn, name), eps=1e-3))
+from syncbn import SyncBatchNorm2d, convert_sync_batchnorm, revert_sync_batchnorm
+model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
+assert type(model[0]) is SyncBatchNorm2d and model[0].eps == 1e-3
+assert type(revert_sync_batchnorm(model)[0]) is batchnorm.BatchNorm2d
+"""
+
+
+def test_names_of_torch_bound_to_something_else_before_the_import():
+    subprocess.run([sys.executable, "-c", REBOUND], check=True)
 
 
 @pytest.mark.parametrize("convert", [convert_sync_batchnorm, revert_sync_batchnorm])
@@ -230,7 +351,7 @@ def test_revert_gives_the_classes_back():
     reverted = revert_sync_batchnorm(convert_sync_batchnorm(original))
     assert str(reverted) == text.replace(" SyncBatchNorm(", " BatchNorm(")
     assert all(torch.equal(value, reverted.state_dict()[key]) for key, value in state.items())
-    assert not {"process_group", "_name", "_converted_from"} & vars(reverted[1]).keys()
+    assert vars(reverted[1]).keys() == vars(nn.BatchNorm2d(4)).keys()
 
 
 @pytest.mark.parametrize("cls", [SyncBatchNorm, nn.SyncBatchNorm])

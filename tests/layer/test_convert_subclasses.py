@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import pytest
 import torch
@@ -19,6 +19,10 @@ from syncbn import (
     convert_sync_batchnorm,
     revert_sync_batchnorm,
 )
+
+
+def traced(module):
+    return torch.jit.trace(module.eval(), torch.rand(2, 3, 4, 4))
 
 
 class Doubled(nn.BatchNorm2d):
@@ -88,7 +92,7 @@ def test_subclass_whose_forward_calls_the_bases_is_converted(cls):
     assert type(loaded) is type(ours)
     torch.testing.assert_close(loaded(x), expected)
     reverted = revert_sync_batchnorm(converted)[0]
-    assert type(reverted) is cls and vars(reverted).keys() == vars(layer).keys()
+    assert type(reverted) is cls and vars(reverted).keys() == vars(cls(3)).keys()
     torch.testing.assert_close(reverted(x), expected)
 
 
@@ -148,6 +152,77 @@ def test_pickle_loads_in_a_process_that_never_converted(tmp_path, monkeypatch):
     assert output.split() == ["SyncSwish", "2"]
 
 
+class Activated(nn.BatchNorm2d):
+    """Has attributes under the names of ours, and needs them."""
+
+    def __init__(self, channels, activation):
+        super().__init__(channels)
+        self.activation, self.negative_slope = activation, 0.5
+        self.process_group = None
+
+    def forward(self, input):
+        assert self.process_group is None
+        return self.activation(super().forward(input)) * self.negative_slope
+
+
+@pytest.mark.parametrize("activation", [torch.tanh, nn.ReLU()])
+def test_attributes_under_the_names_of_ours_come_back(activation):
+    layer, x = Activated(3, activation), torch.rand(2, 3, 4, 4)
+    expected, names = copy.deepcopy(layer)(x), vars(layer).keys()
+    model = convert_sync_batchnorm(nn.Sequential(layer))
+    torch.testing.assert_close(model(x), expected)  # float32 rounding
+    revert_sync_batchnorm(model)
+    assert type(layer) is Activated and vars(layer).keys() == names
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+
+
+class Registered(nn.BatchNorm2d):
+    """Keeps a list of its subclasses, which have to give a key."""
+
+    classes: ClassVar = {}
+
+    def __init_subclass__(cls, key):
+        Registered.classes[key] = cls
+
+
+class Keyed(Registered, key="keyed"):
+    pass
+
+
+def test_class_that_keeps_its_subclasses_hears_of_none():
+    converted = convert_sync_batchnorm(nn.Sequential(Keyed(3), Registered(3)))
+    assert all(isinstance(layer, SyncBatchNorm) for layer in converted)
+    assert Registered.classes == {"keyed": Keyed}
+
+
+class Strict(type):
+    def __new__(cls, name, bases, body, **keywords):
+        if "key" not in keywords:
+            raise ValueError("no key")
+        return super().__new__(cls, name, bases, body)
+
+
+class Final(nn.BatchNorm2d, metaclass=Strict, key=1):
+    pass
+
+
+def test_class_that_none_can_derive_from_is_an_error_and_nothing_is_changed():
+    original = nn.Sequential(nn.BatchNorm2d(3), Final(3))
+    with pytest.raises(TypeError, match=r"'1' is a Final, and no class can derive .*: no key"):
+        convert_sync_batchnorm(original)
+    assert type(original[0]) is nn.BatchNorm2d
+
+
+@pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("script", [torch.jit.script, traced])
+def test_scripted_module_with_batch_normalization_is_named(script):
+    scripted = script(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
+    other = script(nn.Sequential(nn.Conv2d(3, 3, 1)))
+    with pytest.warns(UserWarning, match="'0' is scripted .* does not synchronize; ") as caught:
+        convert_sync_batchnorm(nn.Sequential(scripted, nn.BatchNorm2d(3), other))
+    assert len(caught) == 1
+
+
 class ByName(nn.BatchNorm2d):
     def forward(self, input):
         return nn.BatchNorm2d.forward(self, input)
@@ -197,6 +272,18 @@ class Wrapped(nn.BatchNorm2d):
         return input
 
 
+class OfAnother(nn.BatchNorm2d):
+    """Has an attribute that torch's synchronized layer has, for something else."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.process_group = "mine"
+
+    def forward(self, input):
+        assert self.process_group == "mine"
+        return super().forward(input)
+
+
 class Static(nn.BatchNorm2d):
     forward = staticmethod(F.relu)
 
@@ -215,7 +302,8 @@ class Replaced(nn.BatchNorm2d):
     forward = Callable()
 
 
-LEFT_ALONE = [ByName, Branch, Centered, Handing, Helped, Without, Unseen, Wrapped, Static, Copying]
+LEFT_ALONE = [ByName, Branch, Centered, Handing, Helped, Without, Unseen, Wrapped, OfAnother]
+LEFT_ALONE += [Static, Copying]
 
 
 @pytest.mark.parametrize("cls", [*LEFT_ALONE, Replaced])
@@ -354,23 +442,18 @@ def test_revert_reaches_what_ordinary_layers_hold():
     assert type(revert_sync_batchnorm(layer).auxiliary[0]) is nn.BatchNorm2d
 
 
-def test_layer_that_one_left_alone_shares_with_the_model_is_replaced_in_the_model_only():
+def test_layer_that_one_left_alone_shares_with_the_model_synchronizes():
     split = Split(3)
     shared = split.auxiliary[0]
     with pytest.warns(UserWarning, match="'0' is a Split"):
-        converted = convert_sync_batchnorm(nn.Sequential(split, shared))
-    assert split.auxiliary[0] is shared
-    assert type(converted[1]) is SyncBatchNorm2d and converted[1].weight is shared.weight
+        convert_sync_batchnorm(nn.Sequential(split, shared))
+    assert split.auxiliary[0] is shared and type(shared) is SyncBatchNorm2d
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
-@pytest.mark.parametrize("compiled", [True, False])
-def test_inside_of_a_layer_left_alone_raises_no_error(compiled):
+def test_inside_of_a_layer_left_alone_raises_no_error():
     layer = Split(3)
-    if compiled:
-        layer.auxiliary[0].compile(backend="eager")
-    else:
-        layer.auxiliary[0] = nn.LazyBatchNorm2d()
+    layer.auxiliary[0] = nn.LazyBatchNorm2d()
     with pytest.warns(UserWarning, match="'0' is a Split"):
         convert_sync_batchnorm(nn.Sequential(layer))
 

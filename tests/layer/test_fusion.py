@@ -241,6 +241,6 @@ def test_what_has_been_compiled_is_an_error_and_nothing_is_changed(whole):
 
 def test_revert_of_a_fused_block_that_has_been_compiled_is_an_error():
     model = torch.compile(fuse_activations(Called()), backend="eager")
-    with pytest.raises(ValueError, match="has been compiled by itself"):
+    with pytest.raises(ValueError, match="has been fused and then compiled by itself"):
         revert_sync_batchnorm(model)
     assert len(explain_fusion(model).fused) == 2

@@ -148,8 +148,8 @@ def test_results_are_what_the_layers_own_fusion_gives(monkeypatch):
         seen.append((residual is not None, activation, slope))
         return original(layer, input, residual, activation, slope, mask)
 
-    original = SyncBatchNorm.forward_through
-    monkeypatch.setattr(SyncBatchNorm, "forward_through", spy)
+    original = SyncBatchNorm._syncbn_forward
+    monkeypatch.setattr(SyncBatchNorm, "_syncbn_forward", spy)
     model(make_input())
     plain = (False, None, 0.01)
     assert seen == [(False, "relu", 0.01), plain, (True, "relu", 0.01)]
@@ -240,7 +240,7 @@ def test_conversion_after_fusion_keeps_it():
     model = fuse_activations(nn.Sequential(Called(), norm(), nn.ReLU()))
     report = explain_fusion(model)
     assert convert_sync_batchnorm(model) is model and explain_fusion(model) == report
-    assert model[0].bn1._name == "0.bn1"
+    assert model[0].bn1._syncbn.identity.name == "0.bn1"
 
 
 def test_a_symbolic_trace_of_a_fused_model():

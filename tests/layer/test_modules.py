@@ -258,11 +258,14 @@ def test_copies_share_the_group_and_pickles_drop_it(two_ranks):
 def test_loaded_layer_is_another_layer():
     """A process may hold it beside the layer that was pickled, or beside others of its number."""
     layer = SyncBatchNorm(3)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     loaded = pickle.loads(pickle.dumps(layer))
-    assert loaded._identity.key != layer._identity.key
-    assert loaded._identity_tensor.tolist() == [loaded._identity.key, layer._identity.number]
-    assert loaded._name == "body.bn1"
+    assert loaded._syncbn.identity.key != layer._syncbn.identity.key
+    assert loaded._syncbn.identity_tensor.tolist() == [
+        loaded._syncbn.identity.key,
+        layer._syncbn.identity.number,
+    ]
+    assert loaded._syncbn.identity.name == "body.bn1"
 
 
 def test_pickle_without_group_says_nothing():

@@ -63,14 +63,14 @@ def test_class_on_cuda_is_torchs(name, monkeypatch):
 def test_layer_names_itself(stage, monkeypatch):
     monkeypatch.setattr(ops, f"_batch_norm_{stage}", run_out)
     layer = SyncBatchNorm(3)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     with pytest.raises(torch.OutOfMemoryError, match=r"on device 0 \[layer 'body.bn1'\]$"):
         layer(torch.rand(4, 3, requires_grad=True)).sum().backward()
 
 
 def run_out_on_one_rank(rank, world_size, stage):
     layer = SyncBatchNorm(3)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     layer(torch.rand(4, 3))
     if rank == 1:
         setattr(ops, f"_batch_norm_{stage}", run_out)

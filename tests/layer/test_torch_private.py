@@ -1,6 +1,6 @@
 """Private names of torch: each still does what the package needs of it."""
 
-import copy
+import functools
 import subprocess
 import sys
 
@@ -225,28 +225,10 @@ def test_compiled_modules_are_known():
     assert _torch_private.is_compiled(layer)
 
 
-def test_module_with_another_class_has_all_that_the_first_had():
-    class Other(nn.BatchNorm2d):
-        pass
-
-    layer = nn.BatchNorm2d(3)
-    layer.attribute = "kept"
-    calls = []
-    handle = layer.register_forward_hook(lambda *_: calls.append("forward"))
-    layer.register_load_state_dict_pre_hook(lambda module, *_: calls.append(type(module)))
-    new = _torch_private.with_class(layer, Other)
-    assert type(new) is Other and type(layer) is nn.BatchNorm2d
-    assert new.attribute == "kept" and new.weight is layer.weight
-    new.register_parameter("more", None)
-    new.register_buffer("another", torch.ones(1), persistent=False)
-    new.add_module("child", nn.ReLU())
-    assert not {"more", "another", "child"} & {*layer._parameters, *layer._buffers, *layer._modules}
-    new.load_state_dict(copy.deepcopy(layer.state_dict()))
-    new(torch.rand(2, 3, 4, 4))
-    assert calls == [Other, "forward"]
-    handle.remove()
-    new(torch.rand(2, 3, 4, 4))
-    assert calls == [Other, "forward"]
+def test_code_of_torchs_layers_is_known():
+    assert _torch_private.is_code_of_batch_norm(nn.BatchNorm2d.forward)
+    for other in (lambda input: input, torch.relu, functools.partial(nn.BatchNorm2d.forward)):
+        assert not _torch_private.is_code_of_batch_norm(other)
 
 
 def test_base_class_is_that_of_torchs_layers():

@@ -235,18 +235,14 @@ def test_python_imports_run_one_way(name):
 # Underscored names of others than torch: namedtuple's method, and our own.
 OWN_NAMES = {
     "_C",
-    "_converted_from",
+    "_check_input_dim",  # of torch's layers, _torch_private.INPUT_CHECK
     "_cuda",
-    "_dims",
-    "_fits_graph",
-    "_frozen",
-    "_identity",
-    "_identity_tensor",
-    "_name",
-    "_observe",
-    "_process_group",
     "_replace",
-    "_takes_activation",
+    "_syncbn",
+    "_syncbn_dims",
+    "_syncbn_forward",
+    "_syncbn_original",
+    "_syncbn_takes_activation",
 }
 
 

@@ -190,7 +190,7 @@ def expect_different_sizes(rank, world_size):
     """Rank 1 has made other steps with the layer before, which no rank heard."""
     group, layer, other = dist.group.WORLD, SyncBatchNorm(3), SyncBatchNorm(4)
     history = history_of(group)
-    history.record(layer._identity, "forward").follow(10 + 2 * rank)
+    history.record(layer._syncbn.identity, "forward").follow(10 + 2 * rank)
     with sizes_sent() as sizes:
         layer(torch.rand(2, 3))
         other(torch.rand(2, 4))
@@ -350,9 +350,9 @@ def test_rank_that_knows_no_size_withdraws_from_what_others_send(steps):
 def hear_late(rank, world_size, verdict, name, direction):
     """As an operator on CUDA would have noted it in a pass before."""
     layer, group = SyncBatchNorm(3), dist.group.WORLD
-    layer._name = name
+    layer._syncbn = layer._syncbn.with_name(name)
     history = history_of(group)
-    tag = history.record(layer._identity, direction).tag
+    tag = history.record(layer._syncbn.identity, direction).tag
     history.verdicts[CPU] = torch.tensor([verdict * world_size * tag], dtype=torch.float64)
     with pytest.raises(RuntimeError) as error:
         exchange._look_back(group, CPU)

@@ -104,7 +104,7 @@ def test_the_counting_itself(two_ranks):
 def labels_of_a_step(rank, world_size):
     """Return the labels of a step's collectives, in a profile and in torch's flight recorder."""
     layer = SyncBatchNorm(3)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         layer(torch.rand(4, 3)).sum().backward()
     entries = pickle.loads(torch._C._distributed_c10d._dump_fr_trace())["entries"]
@@ -136,7 +136,7 @@ def test_dispatch_modes_take_groups_without_a_name(two_ranks, tmp_path):
 
 def train(rank, world_size, channels, name="body.bn1"):
     layer = SyncBatchNorm(channels[rank])
-    layer._name = name
+    layer._syncbn = layer._syncbn.with_name(name)
     layer(torch.rand(4, channels[rank]))
 
 
@@ -158,7 +158,7 @@ def test_ranks_with_different_channels_all_fail_with_words():
 
 def leave_before_the_forward(rank, world_size):
     layer = SyncBatchNorm(3)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     layer(torch.rand(4, 3))
     if rank == 1:
         os._exit(3)
@@ -167,7 +167,7 @@ def leave_before_the_forward(rank, world_size):
 
 def leave_before_the_backward(rank, world_size):
     layer = SyncBatchNorm(3)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     y = layer(torch.rand(4, 3))
     if rank == 1:
         os._exit(3)
@@ -176,7 +176,7 @@ def leave_before_the_backward(rank, world_size):
 
 def leave_before_the_double_backward(rank, world_size):
     layer = SyncBatchNorm(3)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     x = torch.rand(4, 3, requires_grad=True)
     y = layer(x)
     if rank == 1:
@@ -205,7 +205,7 @@ def test_rank_that_dies_fails_the_others_at_once_with_words(case, direction):
 def stay_away(rank, world_size):
     group = dist.new_group([0, 1], timeout=timedelta(seconds=2))
     layer = SyncBatchNorm(3, process_group=group)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     if rank == 1:
         time.sleep(6)
         return

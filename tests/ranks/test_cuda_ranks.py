@@ -120,7 +120,7 @@ def test_ddp_training_equals_that_of_the_whole_batch(world, name):
 
 def withdraw(rank, world_size, compiles):
     layer = SyncBatchNorm(3)
-    layer._name = "body.bn1"
+    layer._syncbn = layer._syncbn.with_name("body.bn1")
     x = make_input((4, 3), "contiguous", torch.float32, seed=rank)
     run = torch.compile(layer) if compiles else layer
     run(x)

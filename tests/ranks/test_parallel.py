@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from syncbn import convert_sync_batchnorm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 
 class Block(nn.Module):
@@ -112,6 +112,34 @@ def train_fully_sharded(rank, world_size, recompute):
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
 def test_fully_sharded(two_ranks, recompute):
     for actual in two_ranks.run(train_fully_sharded, recompute):
+        assert_close(actual, whole_batch(3))
+
+
+def convert_sharded(rank, world_size, alone):
+    """Convert and revert a model that FSDP2 has sharded, its normalization by itself if ``alone``."""
+    model = build()
+    for block in model if alone else ():
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))
+        fully_shard(block.body[1], mesh=mesh)
+    model = convert_sync_batchnorm(fsdp(model))
+    layers = [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+    assert len(layers) == 2 and all(isinstance(layer, SyncBatchNorm) for layer in layers)
+    train_shares(model, rank, world_size, 3)
+    trained = [
+        tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for tensor in state(model)
+    ]
+    x = batches(1)[0]
+    expected = model.eval()(x)
+    assert torch.equal(revert_sync_batchnorm(model)(x), expected)
+    assert not any(isinstance(layer, SyncBatchNorm) for layer in layers)
+    return trained
+
+
+@pytest.mark.works("FSDP2: conversion after fully_shard")
+@pytest.mark.parametrize("alone", [False, True])
+def test_conversion_of_a_sharded_model(two_ranks, alone):
+    for actual in two_ranks.run(convert_sharded, alone):
         assert_close(actual, whole_batch(3))
 
 

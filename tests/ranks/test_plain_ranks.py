@@ -220,7 +220,7 @@ def step(layer, *shape):
 
 def named(channels, name="body.bn1"):
     layer = SyncBatchNorm(channels)
-    layer._name = name
+    layer._syncbn = layer._syncbn.with_name(name)
     return layer
 
 

@@ -96,7 +96,11 @@ class Training:
         """Return running_mean, running_var and num_batches_tracked of each layer by its name."""
         layers = [m for m in self.model.modules() if hasattr(m, "running_mean")]
         return {
-            layer._name: (layer.running_mean.tolist(), layer.running_var.tolist(), int(tracked))
+            layer._syncbn.identity.name: (
+                layer.running_mean.tolist(),
+                layer.running_var.tolist(),
+                int(tracked),
+            )
             for layer in layers
             if (tracked := layer.num_batches_tracked) is not None
         }
