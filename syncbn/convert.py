@@ -62,11 +62,12 @@ def convert_sync_batchnorm(
 
     The layers stay the same objects, with their parameters, buffers, hooks and attributes; only
     their class changes. A BatchNorm2d becomes a :class:`syncbn.SyncBatchNorm2d`, which is both;
-    an instance of a subclass gets a class that derives from its own and from ours. A subclass may
-    have a ``forward`` that leaves normalization to ``super().forward``. ``torch.nn.SyncBatchNorm``
-    becomes :class:`syncbn.SyncBatchNorm`; timm's ``BatchNormAct2d`` and ``SyncBatchNormAct`` keep
-    their activation. A subclass that may normalize by itself is left alone with all that is in it,
-    and so is a scripted module; a warning names it.
+    an instance of a subclass gets a class that derives from its own and from ours. A subclass that
+    has a ``forward`` synchronizes if that calls ``super().forward``; if it does not, a warning
+    names the layer when it first trains. ``torch.nn.SyncBatchNorm`` becomes
+    :class:`syncbn.SyncBatchNorm`; timm's ``BatchNormAct2d`` and ``SyncBatchNormAct`` keep their
+    activation. A layer that holds another one, and normalizes a part of its input by that, is left
+    alone with all that is in it, and so is a scripted module; a warning names it.
 
     Args:
         module: The model, or a single layer; changed in place.
@@ -239,7 +240,8 @@ def _desynchronize(layer: SyncBatchNorm) -> None:
         elif cls is not BatchNorm:
             for attribute in _EPILOGUE:
                 layer.__dict__.pop(attribute, None)
-    del layer._syncbn
+    for attribute in ("_syncbn", "_syncbn_reached"):
+        layer.__dict__.pop(attribute, None)
     layer.__class__ = cls  # type: ignore[assignment]
 
 

@@ -8,7 +8,7 @@ from compiling import Backend, Swish, assert_equal, batch, build, compiled, step
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import SyncBatchNorm, revert_sync_batchnorm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 # torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
 pytestmark = [
@@ -75,3 +75,17 @@ def test_every_layer_is_ours_and_of_its_class():
     model = build(swishes)
     assert all(isinstance(layer, SyncBatchNorm) for layer in model[1:])
     assert isinstance(model[1], Swish) and isinstance(model[2], nn.BatchNorm2d)
+
+
+class ByItself(nn.BatchNorm2d):
+    def forward(self, input):
+        return nn.BatchNorm2d.forward(self, input)
+
+
+def test_class_that_normalizes_by_itself_is_named_when_it_is_compiled():
+    model = convert_sync_batchnorm(nn.Sequential(ByItself(3)))
+    call, x = torch.compile(model, backend="aot_eager", fullgraph=True), torch.rand(2, 3, 4, 4)
+    with pytest.warns(UserWarning, match="'0' is a ByItself that normalizes by itself"):
+        call(x)
+    call(x)
+    assert model[0].num_batches_tracked == 2

@@ -1,4 +1,4 @@
-"""Conversion of subclasses: whose code goes on to run, and those left alone, which are named."""
+"""Conversion of subclasses: their code runs on; those that do not synchronize are named."""
 
 import copy
 import functools
@@ -213,7 +213,7 @@ def test_class_that_none_can_derive_from_is_an_error_and_nothing_is_changed():
     assert type(original[0]) is nn.BatchNorm2d
 
 
-@pytest.mark.filterwarnings("ignore:`?torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # torch's own deprecation
 @pytest.mark.parametrize("script", [torch.jit.script, traced])
 def test_scripted_module_with_batch_normalization_is_named(script):
     scripted = script(nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)))
@@ -272,18 +272,6 @@ class Wrapped(nn.BatchNorm2d):
         return input
 
 
-class OfAnother(nn.BatchNorm2d):
-    """Has an attribute that torch's synchronized layer has, for something else."""
-
-    def __init__(self, channels):
-        super().__init__(channels)
-        self.process_group = "mine"
-
-    def forward(self, input):
-        assert self.process_group == "mine"
-        return super().forward(input)
-
-
 class Static(nn.BatchNorm2d):
     forward = staticmethod(F.relu)
 
@@ -302,12 +290,67 @@ class Replaced(nn.BatchNorm2d):
     forward = Callable()
 
 
-LEFT_ALONE = [ByName, Branch, Centered, Handing, Helped, Without, Unseen, Wrapped, OfAnother]
-LEFT_ALONE += [Static, Copying]
+class NamedNorm(nn.BatchNorm2d):
+    """Computes something of its own with names of the field."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.norm_gain = nn.Parameter(torch.full([1], 2.0))
+
+    def forward(self, input):
+        return super().forward(input) * self.norm_gain + input.mean()
 
 
-@pytest.mark.parametrize("cls", [*LEFT_ALONE, Replaced])
-def test_subclass_that_may_normalize_by_itself_is_left_alone_and_named(cls):
+COOPERATING = [Branch, Centered, Handing, Helped, Unseen, Copying, NamedNorm]
+
+
+def statistics(rank, world_size, index):
+    torch.manual_seed(rank)
+    layer = COOPERATING[index](3).double()
+    x = images() + rank
+    expected = copy.copy(layer).forward(x).shape
+    layer = convert_sync_batchnorm(COOPERATING[index](3).double())
+    assert layer(x).shape == expected
+    return layer.running_mean.tolist()
+
+
+@pytest.mark.parametrize("index", range(len(COOPERATING)), ids=lambda i: COOPERATING[i].__name__)
+def test_class_that_calls_its_bases_forward_synchronizes_whatever_its_code(two_ranks, index):
+    one, other = two_ranks.run(statistics, index)
+    assert one == other
+
+
+@pytest.mark.parametrize("cls", [ByName, Without, Wrapped, Static, Replaced])
+def test_class_that_normalizes_by_itself_is_named_when_it_first_trains(cls):
+    layer, x = cls(3), images().float()
+    expected = copy.deepcopy(layer)(x)
+    model = convert_sync_batchnorm(nn.Sequential(nn.Sequential(layer)))
+    model.eval()(x)
+    words = rf"layer '0\.0' is a {cls.__name__} that normalizes by itself in training.*rank's alone"
+    with pytest.warns(UserWarning, match=words):
+        output = model.train()(x)
+    assert torch.equal(output, expected)
+    assert type(revert_sync_batchnorm(model)[0][0]) is cls and type(layer) is cls
+
+
+class OfAnother(nn.BatchNorm2d):
+    """Has an attribute that torch's synchronized layer has, for something else."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.process_group = "mine"
+
+    def forward(self, input):
+        assert self.process_group == "mine"
+        return super().forward(input)
+
+
+class Grouped(nn.BatchNorm2d):
+    process_group = "mine"
+
+
+@pytest.mark.parametrize("cls", [OfAnother, Grouped])
+def test_class_with_another_process_group_is_left_alone_and_named(cls):
     original = nn.Sequential(nn.Sequential(cls(3)), nn.BatchNorm2d(3))
     words = rf"'0\.0' is a {cls.__name__}, .* does not synchronize"
     with pytest.warns(UserWarning, match=words):

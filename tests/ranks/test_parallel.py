@@ -116,7 +116,7 @@ def test_fully_sharded(two_ranks, recompute):
 
 
 def convert_sharded(rank, world_size, alone):
-    """Convert and revert a model that FSDP2 has sharded, its normalization by itself if ``alone``."""
+    """Convert and revert a model that FSDP2 has sharded; ``alone``: each layer by itself."""
     model = build()
     for block in model if alone else ():
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))
