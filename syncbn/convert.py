@@ -240,8 +240,7 @@ def _desynchronize(layer: SyncBatchNorm) -> None:
         elif cls is not BatchNorm:
             for attribute in _EPILOGUE:
                 layer.__dict__.pop(attribute, None)
-    for attribute in ("_syncbn", "_syncbn_reached"):
-        layer.__dict__.pop(attribute, None)
+    del layer._syncbn
     layer.__class__ = cls  # type: ignore[assignment]
 
 

@@ -66,10 +66,10 @@ def record_call(
 
 
 class LayerState:
-    """What a layer of ours holds beside torch's attributes: replaced as a whole, never changed.
+    """What a layer of ours holds beside torch's attributes; copies of the layer share it.
 
-    So copies of a layer share it until one of them gets another. A pickle keeps what another
-    process can use.
+    It is replaced as a whole, so that a copy keeps what it had. A pickle keeps what another process
+    can use.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -86,6 +86,8 @@ class LayerState:
         self.original: type[nn.Module] | None = None
         # From freeze_statistics: the mode and the flags requires_grad that unfreezing restores.
         self.frozen: dict[str, bool] | None = None
+        # Whether the forward of a user's class has called ours, while it runs.
+        self.reached = False
         # While recompute_statistics runs: the function that takes the sums of each pass.
         self.observe: Callable[[Tensor], None] | None = None
 

@@ -48,14 +48,11 @@ _DIMS = {
 class _Derived(SyncBatchNorm):
     """What generated classes have in common."""
 
-    # Whether the last forward of the user's class came to ours.
-    _syncbn_reached = False
-
     def __init_subclass__(cls) -> None:
         """Tell no base class: one that keeps a list of its subclasses expects a program's."""
 
     def _syncbn_forward(self, *arguments: Any) -> Tensor:
-        self._syncbn_reached = True
+        self._syncbn.reached = True
         return super()._syncbn_forward(*arguments)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -106,10 +103,11 @@ def _watched(original: type[nn.Module], derived: type[SyncBatchNorm]) -> Callabl
             recorded = record_call(layer, forward, *args, **kwargs)
             if recorded is not None:
                 return recorded
-        layer._syncbn_reached = False
+        state = layer._syncbn
+        state.reached = False
         output = super(derived, layer).forward(*args, **kwargs)
-        if layer.training and not layer._syncbn_reached:
-            _warn_of_local_statistics(original.__name__, layer._syncbn.identity.name)
+        if layer.training and not state.reached:
+            _warn_of_local_statistics(original.__name__, state.identity.name)
         return output
 
     return forward

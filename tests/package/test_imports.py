@@ -242,7 +242,6 @@ OWN_NAMES = {
     "_syncbn_dims",
     "_syncbn_forward",
     "_syncbn_original",
-    "_syncbn_reached",
     "_syncbn_takes_activation",
 }
 
