@@ -51,6 +51,7 @@ __all__ = [
     "resolve_process_group",
     "saved_tensors_hooks",
     "set_jit_tracing_state",
+    "uncompiled",
     "vectors_of",
     "wait",
     "without_compiled_code",
@@ -100,6 +101,21 @@ def constant_in_graphs(function: FunctionT) -> FunctionT:
     ``torch.compiler.assume_constant_result`` takes Dynamo, whose import takes seconds.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def uncompiled(function: FunctionT, reason: str | None = None) -> FunctionT:
+    """Have compilers run a function and all that it calls as they are, behind a break of the graph.
+
+    As ``torch.compiler.disable``, which imports Dynamo: that takes a second and 120 MiB.
+    """
+    # Read where Dynamo traces a call of the function.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    # Read where the function runs while Dynamo takes the frames that the interpreter enters.
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 

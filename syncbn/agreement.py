@@ -364,7 +364,7 @@ def same_channels(first: Report, second: Report) -> bool:
 
 
 # Compilers, which trace on behind a break of their graph, refuse code that touches a group's store.
-@torch.compiler.disable  # type: ignore[misc]
+@_torch_private.uncompiled
 def _number_of(group: ProcessGroup) -> int:
     """Return how many groups of this rank have had the group's store, this one included."""
     with contextlib.suppress(RuntimeError):

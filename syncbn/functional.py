@@ -248,7 +248,7 @@ def _train(input: Tensor, *others: Any) -> Tensor:
 
 
 _NO_FLOAT64 = "its device has no float64, in which a graph would hold its statistics"
-_train_uncompiled = torch.compiler.disable(_train, reason=_NO_FLOAT64)
+_train_uncompiled = _torch_private.uncompiled(_train, _NO_FLOAT64)
 
 torch.fx.wrap("train")  # symbolic tracing records the call
 

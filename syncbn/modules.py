@@ -344,7 +344,7 @@ def _run(layer: SyncBatchNorm, *arguments: Any) -> Tensor:
 
 
 _NO_NAME = "its process group has no name, which a graph would hold"
-_run_uncompiled = torch.compiler.disable(_run, reason=_NO_NAME)
+_run_uncompiled = _torch_private.uncompiled(_run, _NO_NAME)
 
 
 def _check_for_torchs_forward(layer: SyncBatchNorm, input: Tensor) -> None:

@@ -51,7 +51,7 @@ def between_passes(error: Exception, groups: Iterable[ProcessGroup]) -> None:
 
 
 # Torch 2.15 refuses to compile code that looks at a group's devices.
-@torch.compiler.disable  # type: ignore[misc]
+@_torch_private.uncompiled
 def _start(
     error: Exception,
     group: ProcessGroup,

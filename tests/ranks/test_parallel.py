@@ -136,7 +136,6 @@ def convert_sharded(rank, world_size, alone):
     return trained
 
 
-@pytest.mark.works("FSDP2: conversion after fully_shard")
 @pytest.mark.parametrize("alone", [False, True])
 def test_conversion_of_a_sharded_model(two_ranks, alone):
     for actual in two_ranks.run(convert_sharded, alone):
