@@ -52,7 +52,8 @@ class _Derived(SyncBatchNorm):
         """Tell no base class: one that keeps a list of its subclasses expects a program's."""
 
     def _syncbn_forward(self, *arguments: Any) -> Tensor:
-        self._syncbn.reached = True
+        if not _torch_private.is_exporting():  # which refuses side effects
+            self._syncbn.reached = True
         return super()._syncbn_forward(*arguments)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -103,6 +104,8 @@ def _watched(original: type[nn.Module], derived: type[SyncBatchNorm]) -> Callabl
             recorded = record_call(layer, forward, *args, **kwargs)
             if recorded is not None:
                 return recorded
+        if _torch_private.is_exporting():
+            return super(derived, layer).forward(*args, **kwargs)
         state = layer._syncbn
         state.reached = False
         output = super(derived, layer).forward(*args, **kwargs)
