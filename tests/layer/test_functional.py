@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import make_input
+from torch.utils.checkpoint import checkpoint
 
 from syncbn import SyncBatchNorm, sync_batch_norm
 
@@ -84,13 +85,42 @@ def test_running_statistics_may_change_before_backward():
     y.sum().backward()
 
 
-def test_version_of_running_statistics_stays():
-    """As torch's batch norm: evaluate, train, then backward through the evaluation."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_evaluation_knows_that_its_running_statistics_have_changed(masked):
+    """pytorch#13402: evaluate, train, then backward through the evaluation, which needs the old."""
     x = make_input((3, 2, 4), "contiguous", torch.float64).requires_grad_()
     mean, var = torch.zeros(2).double(), torch.ones(2).double()
+    mask = torch.ones(3, 4, dtype=torch.bool) if masked else None
     y = sync_batch_norm(x, mean, var)
-    sync_batch_norm(x, mean, var, training=True)
-    y.sum().backward()
+    sync_batch_norm(x, mean, var, training=True, mask=mask)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_only_a_pass_that_writes_raises_the_versions():
+    layer = SyncBatchNorm(2)
+    x = make_input((3, 2, 4), "contiguous", torch.float32).requires_grad_()
+
+    def versions():
+        return [buffer._version for buffer in layer.buffers()]
+
+    def raised(function):
+        before = versions()
+        result = function()
+        return result, [b > a for a, b in zip(before, versions(), strict=True)]
+
+    y, in_training = raised(lambda: checkpoint(layer, x, use_reentrant=False))
+    _, in_recomputation = raised(lambda: y.sum().backward())
+    _, in_evaluation = raised(lambda: layer.eval()(x))
+    assert in_training == [True] * 3
+    assert in_recomputation == in_evaluation == [False] * 3
+
+
+def test_running_statistics_made_in_inference_mode_have_no_version():
+    with torch.inference_mode():
+        mean, var = torch.zeros(2), torch.ones(2)
+    sync_batch_norm(make_input((3, 2, 4), "contiguous", torch.float32), mean, var, training=True)
+    assert mean.ne(0).all()
 
 
 class Labelled(torch.Tensor):
