@@ -56,6 +56,7 @@ __all__ = [
     "wait",
     "without_compiled_code",
     "without_dispatch_modes",
+    "without_torch_function",
 ]
 
 # Tracers, transforms, autograd.
@@ -73,6 +74,10 @@ _RECORDING_MODES = (
     torch._C._TorchDispatchModeKey.PROXY,
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
 )
+
+
+# Within it tensors of subclasses are handled as plain ones.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
 
 
 def is_exporting() -> bool:

@@ -205,6 +205,13 @@ def train(
         return compiled.train(input, arguments, group, layer)
     if tracing.is_recorded():
         return exported.train(input, arguments, group, identity_of(layer))
+    # A tensor of a subclass decides, as it does for F.batch_norm. By default this function runs
+    # again, and in it the subclass is a tensor like another; then the output becomes one of it.
+    tensors = (input, *arguments[:5], arguments.residual, arguments.mask)
+    if torch.overrides.has_torch_function(tensors):
+        return torch.overrides.handle_torch_function(  # type: ignore[no-any-return]
+            train, tensors, input, arguments, process_group, layer, observe
+        )
     identity = identity_of(layer)
     if group is not None and process_group is not None:
         try:
@@ -320,17 +327,18 @@ class SyncBatchNormFunction(torch.autograd.Function):
         mask, through = saved[5], None
         if ctx.activation is not None:
             through = Through(ctx.activation, ctx.negative_slope, *saved[6:])
-        gradients = passes.backward(
-            grad_output,
-            saved[:5],
-            ctx.bias_dtype,
-            ctx.eps,
-            ctx.group,
-            ctx.layer,
-            ctx.needs_input_grad[0],
-            through,
-            mask,
-        )
+        with _torch_private.without_torch_function():  # of subclasses, as in forward
+            gradients = passes.backward(
+                grad_output,
+                saved[:5],
+                ctx.bias_dtype,
+                ctx.eps,
+                ctx.group,
+                ctx.layer,
+                ctx.needs_input_grad[0],
+                through,
+                mask,
+            )
         if not ctx.needs_input_grad[3]:
             gradients = (*gradients[:3], None)
         elif mask is not None and through is None:

@@ -52,6 +52,7 @@ def clear_(tensor: Tensor, places: Tensor) -> None:
     tensor.masked_fill_(~places.unsqueeze(1), 0.0)
 
 
+@torch.no_grad()
 def fill(input: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Return the input with a value of each channel, near its mean, at masked places; and those.
 

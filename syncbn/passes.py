@@ -72,9 +72,10 @@ def normalize(
     operands, mask = (*arguments.for_operators(),), arguments.mask
     try:
         if totals is None:
-            return ops.batch_norm_forward(input, *operands, *following, mask=mask)
-        judge = exchange.judge_for(totals, group, record)
-        return ops.batch_norm_apply(input, totals, *operands, *judge, *following, mask=mask)
+            results = ops.batch_norm_forward(input, *operands, *following, mask=mask)
+        else:
+            judge = exchange.judge_for(totals, group, record)
+            results = ops.batch_norm_apply(input, totals, *operands, *judge, *following, mask=mask)
     except RuntimeError as error:
         # Under no other name: a frame that holds an error of its own keeps its callers alive, and
         # with them a checkpoint that failed, until a collection of garbage.
@@ -84,6 +85,10 @@ def normalize(
             group,
             record,
         ) from None
+    written = [tensor for tensor in arguments[2:5] if tensor is not None]
+    if written:  # autograd tells the backward pass of an evaluation that they have changed
+        torch.autograd.graph.increment_version(written)
+    return results
 
 
 def _in_words(error: Exception, input: Tensor, arguments: Arguments) -> Exception:

@@ -205,8 +205,7 @@ def batch_norm_apply(
             (running_mean, old_mean, new_mean),
             (running_var, old_var, new_var),
         ):
-            # Through .data, which leaves the version, as torch's batch norm does: the backward pass
-            # of an evaluation may be to come.
+            # Through .data: the layer raises the version, here as behind the operators of csrc.
             running.data.copy_(torch.where(is_sound, new, old).to(running.dtype))
 
     center = _center(mean, input)

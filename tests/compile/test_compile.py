@@ -117,6 +117,32 @@ def test_evaluation_equals_eager_and_is_torchs_operator():
     assert not any("syncbn" in str(call) for call in calls)
 
 
+def test_evaluation_leaves_no_call_in_a_graph_that_torchs_layer_would_not_leave():
+    """Inductor's pass for convolutions before a frozen layer looks for one user of each."""
+
+    def calls(model):
+        torch._dynamo.reset()
+        found = []
+
+        def backend(graph_module, _):
+            found.extend(n.target for n in graph_module.graph.nodes if n.op.startswith("call"))
+            return graph_module.forward
+
+        torch.compile(model, backend=backend, fullgraph=True)(x)
+        return found
+
+    x = torch.rand(2, 3, 9, 9)
+    theirs = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)).eval()
+    model = convert_sync_batchnorm(copy.deepcopy(theirs))
+    assert calls(model) == calls(theirs)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._inductor.config.patch(efficient_conv_bn_eval_fx_passes=True):
+        y = torch.compile(model)(x)
+    assert torch._dynamo.utils.counters["inductor"]["efficient_conv_bn_eval"] == 1
+    torch.testing.assert_close(y, theirs(x))  # another order of float32 products
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arithmetic_is_that_of_the_operators(dtype, layout):

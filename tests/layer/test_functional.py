@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import make_input
+from torch.utils.checkpoint import checkpoint
 
 from syncbn import SyncBatchNorm, sync_batch_norm
 
@@ -84,13 +85,109 @@ def test_running_statistics_may_change_before_backward():
     y.sum().backward()
 
 
-def test_version_of_running_statistics_stays():
-    """As torch's batch norm: evaluate, train, then backward through the evaluation."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_evaluation_knows_that_its_running_statistics_have_changed(masked):
+    """pytorch#13402: evaluate, train, then backward through the evaluation, which needs the old."""
     x = make_input((3, 2, 4), "contiguous", torch.float64).requires_grad_()
     mean, var = torch.zeros(2).double(), torch.ones(2).double()
+    mask = torch.ones(3, 4, dtype=torch.bool) if masked else None
     y = sync_batch_norm(x, mean, var)
-    sync_batch_norm(x, mean, var, training=True)
-    y.sum().backward()
+    sync_batch_norm(x, mean, var, training=True, mask=mask)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_only_a_pass_that_writes_raises_the_versions():
+    layer = SyncBatchNorm(2)
+    x = make_input((3, 2, 4), "contiguous", torch.float32).requires_grad_()
+
+    def versions():
+        return [buffer._version for buffer in layer.buffers()]
+
+    def raised(function):
+        before = versions()
+        result = function()
+        return result, [b > a for a, b in zip(before, versions(), strict=True)]
+
+    y, in_training = raised(lambda: checkpoint(layer, x, use_reentrant=False))
+    _, in_recomputation = raised(lambda: y.sum().backward())
+    _, in_evaluation = raised(lambda: layer.eval()(x))
+    assert in_training == [True] * 3
+    assert in_recomputation == in_evaluation == [False] * 3
+
+
+def test_running_statistics_made_in_inference_mode_have_no_version():
+    with torch.inference_mode():
+        mean, var = torch.zeros(2), torch.ones(2)
+    sync_batch_norm(make_input((3, 2, 4), "contiguous", torch.float32), mean, var, training=True)
+    assert mean.ne(0).all()
+
+
+class Labelled(torch.Tensor):
+    """A tensor whose label operators hand on, as those of MONAI and fastai do."""
+
+    label = ""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        result = super().__torch_function__(func, types, args, kwargs)
+        if isinstance(result, cls):
+            result.label = next((a.label for a in args if isinstance(a, cls)), "")
+        return result
+
+
+def labelled(tensor):
+    tensor = tensor.as_subclass(Labelled)
+    tensor.label = "kept"
+    return tensor
+
+
+OPERANDS = ("input", "running_mean", "weight", "residual", "mask")
+
+
+@pytest.mark.works(
+    "inputs of a tensor subclass, such as MONAI's MetaTensor and fastai's TensorImage"
+)
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", OPERANDS)
+def test_tensor_subclass_before_an_operation_in_place(name, training, activation):
+    """pytorch#86456, MONAI#5283: it goes in and comes out, with the numbers of a plain tensor."""
+
+    def run(wrap):
+        torch.manual_seed(0)
+        operands = dict(input=torch.randn(4, 3, 5), running_mean=torch.zeros(3))
+        operands |= dict(running_var=torch.ones(3), weight=torch.rand(3), bias=torch.rand(3))
+        if name == "residual" or activation:
+            operands |= dict(residual=torch.randn(4, 3, 5))
+        if name == "mask":
+            operands |= dict(mask=torch.rand(4, 5) > 0.3)
+        operands[name] = wrap(operands[name])
+        leaves = [operands[key].requires_grad_() for key in ("input", "weight", "bias")]
+        y = sync_batch_norm(**operands, training=training, activation=activation)
+        z = y + 0 if activation else y  # an activation may keep its output
+        z.mul_(2)
+        z.square().sum().backward()
+        return y, [y, *(leaf.grad for leaf in leaves), operands["running_mean"]]
+
+    expected = run(lambda tensor: tensor)[1]
+    y, results = run(labelled)
+    assert type(y) is Labelled
+    if name == "input":
+        assert y.label == "kept"
+    for result, plain in zip(results, expected, strict=True):
+        assert torch.equal(result.as_subclass(torch.Tensor), plain)
+
+
+def test_second_derivative_of_a_tensor_subclass():
+    def run(wrap):
+        torch.manual_seed(0)
+        x = torch.randn(4, 3, 5).double().requires_grad_()
+        y = sync_batch_norm(wrap(x), None, None, training=True, activation="silu")
+        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(grad.square().sum(), x)[0].as_subclass(torch.Tensor)
+
+    assert torch.equal(run(labelled), run(lambda x: x))
 
 
 def weighted(model, x):

@@ -77,6 +77,39 @@ def test_ranks_that_change_together_agree_once(two_ranks, late):
         assert sent == [with_b, with_b, first, with_c, with_b, with_c]
 
 
+class Subclass(torch.Tensor):
+    """As MONAI's and fastai's tensors."""
+
+
+def part_with_a_subclass(rank, world_size, backward):
+    a, b = SyncBatchNorm(3), SyncBatchNorm(5)
+
+    def run(layer):
+        x = torch.rand(4, layer.num_features, requires_grad=True)
+        y = layer(x.as_subclass(Subclass))
+        return y.backward if backward else lambda dy: None
+
+    for layer in (a, b) * 3:
+        run(layer)(torch.ones(4, layer.num_features).as_subclass(Subclass))
+    layer = (a, b)[rank]
+    if backward:
+        last = [run(a), run(b)][rank]
+    else:
+        run(a)
+    with pytest.raises(ValueError, match="expected the same channels on all ranks"):
+        if backward:
+            last(torch.ones(4, layer.num_features).as_subclass(Subclass))
+        else:
+            run(layer)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_ranks_part_with_inputs_of_a_tensor_subclass(backward):
+    """Told in words, as with plain tensors, and not by gloo's end of a process."""
+    with Ranks(2) as ranks:
+        ranks.run(part_with_a_subclass, backward)
+
+
 def keep_nothing(rank, world_size, steps):
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
     store = dist.group.WORLD.get_group_store()

@@ -44,6 +44,37 @@ def whole_batch(dtype):
     return x, dy
 
 
+def train_masked(rank, world_size, activation):
+    sent = []
+    names = ("all_reduce", "all_gather_into_tensor")
+    originals = {name: getattr(dist, name) for name in names}
+    for name, original in originals.items():
+
+        def recorded(*tensors, original=original, **kwargs):
+            sent.append([t.requires_grad for t in tensors if isinstance(t, torch.Tensor)])
+            return original(*tensors, **kwargs)
+
+        setattr(dist, name, recorded)
+    try:
+        x = torch.rand(4, CHANNELS, 7, device="standin", requires_grad=True)
+        mask = torch.arange(7, device="standin").expand(4, 7) < 5
+        layer = SyncBatchNorm(CHANNELS, activation=activation).to("standin")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "c10d::|.*autograd kernel")
+            layer(x, mask=mask).square().sum().backward()
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)
+    return sent
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_messages_of_masked_passes_record_no_gradients(pair, activation):
+    """Or torch warns in each backward pass that a collective has no formula."""
+    for sent in pair.run(train_masked, activation):
+        assert len(sent) == 2 and not any(any(flags) for flags in sent)
+
+
 def train_on_device(rank, world_size, dtype, split, activation=None, create_graph=False):
     """Return results on the CPU, and the collectives: their number, values and dtypes."""
     calls = []
