@@ -202,9 +202,15 @@ def is_debugging() -> bool:
     return bool(get_debug_level() != DebugLevel.OFF)
 
 
-def likely_device(group: ProcessGroup) -> torch.device:
-    """Return where the other ranks' tensors probably are, for a rank that has none of its own."""
+def likely_device(group: ProcessGroup, own: torch.device | None = None) -> torch.device:
+    """Return where the other ranks' tensors probably are.
+
+    That is where this rank's ``own`` are, unless it has none or the group has backends for other
+    devices alone.
+    """
     backends = _torch_private.device_types(group)
+    if own is not None and (own.type in backends or not backends):  # none: written in Python
+        return own
     for kind in sorted(backends - {"cpu"}):
         if "cpu" not in backends or _torch_private.is_initialized(kind):
             return torch.device(kind)

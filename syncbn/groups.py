@@ -1,7 +1,7 @@
 """Groups of neighboring ranks: made once for each size."""
 
 import os
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from syncbn import _torch_private, collectives
 from syncbn.collectives import ProcessGroup
@@ -13,7 +13,8 @@ class _Groups:
     """What one world has: its groups by size, and how often its ranks have agreed on a size."""
 
     def __init__(self) -> None:
-        self.by_size: dict[int, ProcessGroup] = {}
+        # Weak: the world may be one of them. torch.distributed holds groups until it destroys them.
+        self.by_size: WeakValueDictionary[int, ProcessGroup] = WeakValueDictionary()
         self.num_agreements = 0
 
 

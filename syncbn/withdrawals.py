@@ -59,9 +59,7 @@ def _start(
     device: torch.device | None = None,
 ) -> Work | None:
     """Tell why this rank withdraws, and start to do so; ``size`` as of a message, if known."""
-    if device is None:
-        device = collectives.likely_device(group)
-    device = devices.of_statistics(device)
+    device = devices.of_statistics(collectives.likely_device(group, device))
     history = history_of(group)
     work = None
     # An error in here must not hide that of the rank.

@@ -1,7 +1,9 @@
 """Groups of neighboring ranks, by their size or as a mesh's dimension."""
 
+import gc
 import os
 import re
+import weakref
 from datetime import timedelta
 from unittest import mock
 
@@ -88,6 +90,21 @@ def renew_groups(rank, world_size):
 def test_groups_that_were_destroyed_are_made_again():
     with Ranks(WORLD) as ranks:
         assert ranks.run(renew_groups) == [((2, 4, 4, 4), False)] * WORLD
+
+
+def destroy_world(rank, world_size):
+    converted = convert_sync_batchnorm(model(), group_size=world_size)
+    converted(share(rank))
+    group = weakref.ref(converted[1].process_group)
+    del converted
+    dist.destroy_process_group()
+    gc.collect()
+    return group() is None
+
+
+def test_group_of_all_ranks_ends_when_it_is_destroyed():
+    with Ranks(2) as ranks:
+        assert ranks.run(destroy_world) == [True] * 2
 
 
 def convert_with(rank, world_size, options, environment):

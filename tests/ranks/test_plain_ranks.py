@@ -278,6 +278,26 @@ def test_bad_input_on_one_rank_fails_all(device, steps):
     assert seconds < 10
 
 
+def stay_on_the_cpu(rank, world_size):
+    layer = named(3)
+    if rank == 1:
+        layer.cpu()
+    begin = time.monotonic()
+    try:
+        layer(torch.rand(2, 3) if rank == 0 else torch.rand(2, 5, device="cpu"))
+    except (ValueError, RuntimeError) as error:
+        return str(error), time.monotonic() - begin
+    return None
+
+
+def test_rank_that_fails_on_the_cpu_withdraws_where_the_group_has_its_backend(device):
+    with Ranks(2, case_seconds=90, backend="standin", device=device) as ranks:
+        (words, seconds), (own_words, _) = ranks.run(stay_on_the_cpu)
+    assert "expected input to have 3 channels" in own_words
+    assert "withdrew" in words and "expected input to have 3 channels" in words
+    assert seconds < 10  # the group's timeout is longer
+
+
 def different_channels(rank, world_size, steps):
     for _ in range(steps):
         step(named(3), 4, 3)
