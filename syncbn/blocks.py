@@ -134,7 +134,7 @@ def _generator_states() -> tuple[Any, ...]:
 
 
 def _set_generator_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(torch.tensor(states[0], dtype=torch.uint8))
+    torch.set_rng_state(torch.tensor(states[0], dtype=torch.uint8, device="cpu"))
     random.setstate(states[1])
     if len(states) > 2:
         sys.modules["numpy"].random.set_state(states[2:])

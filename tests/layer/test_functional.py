@@ -192,7 +192,7 @@ def test_second_derivative_of_a_tensor_subclass():
 
 def weighted(model, x):
     """A scalar with a gradient that does not vanish."""
-    return (model(x) * torch.arange(x.numel(), dtype=x.dtype).view_as(x)).sum()
+    return (model(x) * torch.arange(x.numel(), dtype=x.dtype, device=x.device).view_as(x)).sum()
 
 
 def transforms(model):
