@@ -6,16 +6,10 @@
 
 namespace syncbn {
 
-// An error in torch's words, which programs look for that go on with a smaller batch. The stable
-// ABI of torch 2.11 keeps the allocator's own error to itself.
-[[noreturn]] inline void throw_out_of_memory(int64_t num_bytes, const Tensor& like) {
-  if (like.is_cuda()) {
-    detail::throw_error("CUDA out of memory. syncbn tried to allocate ", num_bytes,
-                        " bytes on device ", like.get_device_index());
-  }
-  detail::throw_error("DefaultCPUAllocator: can't allocate memory: syncbn tried to allocate ",
-                      num_bytes, " bytes");
-}
+// The error of an allocation that failed, which each library words for its device. The stable ABI
+// of torch 2.11 does not tell the allocator's own. Out of memory is said in torch's words, because
+// programs look for them and go on with a smaller batch; no other error may be called that.
+[[noreturn]] void throw_allocation_failed(int64_t num_bytes, const Tensor& like);
 
 inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes,
                        torch::headeronly::IntHeaderOnlyArrayRef strides, ScalarType dtype,
@@ -32,7 +26,7 @@ inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes,
     for (const int64_t size : sizes) {
       num_bytes *= size;
     }
-    throw_out_of_memory(num_bytes, like);
+    throw_allocation_failed(num_bytes, like);
   }
   return Tensor(handle);
 }

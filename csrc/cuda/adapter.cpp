@@ -7,19 +7,52 @@
 
 #include "counters.h"
 
+namespace syncbn {
+namespace {
+
+cudaStream_t current_stream(int32_t device) {
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Returns why CUDA refuses allocations, apart from a lack of memory; cudaSuccess if it does not.
+cudaError_t find_earlier_error(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  if (error == cudaSuccess && status == cudaStreamCaptureStatusInvalidated) {
+    error = cudaErrorStreamCaptureInvalidated;
+  }
+  if (error == cudaSuccess && status == cudaStreamCaptureStatusNone) {
+    error = cudaStreamQuery(stream);  // which a capture forbids
+  }
+  cudaGetLastError();  // which torch would take for its own
+  return error == cudaErrorNotReady ? cudaSuccess : error;
+}
+
+}  // namespace
+
+void throw_allocation_failed(int64_t num_bytes, const Tensor& like) {
+  const int32_t device = like.get_device_index();
+  const cudaError_t error = find_earlier_error(current_stream(device));
+  SYNCBN_CHECK(error == cudaSuccess, "syncbn cannot allocate ", num_bytes, " bytes on CUDA device ",
+               device,
+               ", because an earlier operation on it, perhaps not syncbn's, has failed "
+               "(CUDA_LAUNCH_BLOCKING=1 shows which): ",
+               cudaGetErrorString(error));
+  detail::throw_error("CUDA out of memory. syncbn tried to allocate ", num_bytes,
+                      " bytes on device ", device);
+}
+
+}  // namespace syncbn
+
 namespace syncbn::cuda {
 namespace {
 
-void* current_stream(int32_t device) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return stream;
-}
-
 // The dispatcher comes here if any of the tensors is on CUDA.
-int32_t check_cuda(const Tensor& input) {
-  SYNCBN_CHECK(input.is_cuda(), "syncbn: expected input to be on the CUDA device of the other ",
-               "tensors, but it is on another one");
+int32_t check_cuda(const char* op, const Tensor& input) {
+  SYNCBN_CHECK(input.is_cuda(), op, ": expected input to be on the device of the other tensors, ",
+               "which is a CUDA device");
   return input.get_device_index();
 }
 
@@ -44,8 +77,8 @@ int count_multiprocessors(int device, void* stream) {
 
 }  // namespace
 
-Device::Device(const Tensor& input)
-    : guard_(check_cuda(input)),
+Device::Device(const char* op, const Tensor& input)
+    : guard_(check_cuda(op, input)),
       index_(input.get_device_index()),
       stream_(current_stream(index_)),
       multiprocessors_(count_multiprocessors(index_, stream_)) {}

@@ -12,7 +12,7 @@ namespace syncbn::cuda {
 // The input's device while an operator runs: made current, with torch's current stream of it.
 class Device {
  public:
-  explicit Device(const Tensor& input);
+  Device(const char* op, const Tensor& input);
 
   void* stream() const { return stream_; }
   int multiprocessors() const { return multiprocessors_; }

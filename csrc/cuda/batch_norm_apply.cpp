@@ -18,7 +18,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     std::optional<double> momentum, double eps, std::optional<double> tag_sum,
     std::optional<Tensor> verdict, std::optional<Tensor> residual, int64_t activation,
     double negative_slope, std::optional<Tensor> constants, std::optional<Tensor> mask) {
-  const Device device(input);
+  const Device device(kOp, input);
   check_no_mask(kOp, mask);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;

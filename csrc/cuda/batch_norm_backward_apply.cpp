@@ -17,7 +17,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
                                  std::optional<double> tag_sum, std::optional<Tensor> verdict,
                                  std::optional<Tensor> constants, int64_t activation,
                                  double negative_slope, std::optional<Tensor> mask) {
-  const Device device(input);
+  const Device device(kOp, input);
   check_no_mask(kOp, mask);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;

@@ -14,7 +14,7 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
     double outlook, const std::optional<Tensor>& constants, int64_t activation,
     double negative_slope, const std::optional<Tensor>& residual = {},
     const std::optional<Tensor>& output = {}, const std::optional<Tensor>& dz = {}) {
-  const Device device(input);
+  const Device device(op, input);
   const Geometry geometry = check_input(op, "input", input);
   const int64_t channels = geometry.channels;
   check_like_input(op, "grad_output", grad_output, input, geometry);
@@ -62,7 +62,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
     std::optional<Tensor> constants, int64_t activation, double negative_slope,
     std::optional<Tensor> residual, std::optional<Tensor> output, std::optional<Tensor> mask) {
   constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_dz";
-  const Device device(input);
+  const Device device(kOp, input);
   check_no_mask(kOp, mask);
   check_input(kOp, "input", input);
   const Tensor dz = allocate_like(input);

@@ -5,12 +5,17 @@
 #include "operators.h"
 
 namespace syncbn::cuda {
+namespace {
+
+constexpr const char* kOp = "syncbn::batch_norm_stats";
+
+}  // namespace
 
 Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook,
                         std::optional<Tensor> mask) {
-  const Device device(input);
-  check_no_mask("syncbn::batch_norm_stats", mask);
-  const Geometry geometry = check_input("syncbn::batch_norm_stats", "input", input);
+  const Device device(kOp, input);
+  check_no_mask(kOp, mask);
+  const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
   const Announcement announcement = to_announcement(tag, outlook);
   const int64_t size = announcement.present ? announced_size(channels) : 2 * channels + 1;

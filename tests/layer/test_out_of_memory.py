@@ -1,5 +1,6 @@
 """Out of memory: torch's words and class, which programs look for, and no path of our sources."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,74 @@ def test_operator_says_it_in_torchs_words(name):
     said = "DefaultCPUAllocator: can't allocate memory: syncbn tried to allocate 268435456 bytes"
     assert result.stdout.strip() == said, result.stderr
     assert should_reduce_batch_size(RuntimeError(said))
+
+
+FAULTS = {
+    "kernel": """
+try:
+    torch.arange(3, device="cuda")[torch.tensor([100], device="cuda")]
+    torch.cuda.synchronize()
+except RuntimeError:
+    pass
+call()
+""",
+    "capture": """
+graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+with torch.cuda.stream(side):
+    graph.capture_begin()
+    try:
+        torch.cuda.synchronize()  # forbidden: the capture ends
+    except RuntimeError:
+        pass
+    call()
+""",
+}
+CUDA_PROGRAM = """
+import os
+import torch
+from syncbn import ops
+
+x = torch.ones(64, 8, 128, 256, device="cuda")  # memory of a size that no allocator has in stock
+totals = ops.batch_norm_stats(x)
+torch.cuda.synchronize()
+
+def call():
+    try:
+        ops.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, 1e-5)
+    except RuntimeError as error:
+        print(type(error).__name__, error, flush=True)
+    os._exit(0)  # the device cannot be left in order
+
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_earlier_error_on_cuda_is_not_called_out_of_memory(fault):
+    """Programs that go on with a smaller batch would never end. In processes of their own."""
+    program = CUDA_PROGRAM + FAULTS[fault]
+    env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1" if fault == "capture" else "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=env
+    )
+    assert result.stdout.startswith("RuntimeError syncbn"), result.stdout + result.stderr
+    assert "cannot allocate 67108864 bytes on CUDA device 0, because" in result.stdout
+    assert not should_reduce_batch_size(RuntimeError(result.stdout))
+
+
+@pytest.mark.cuda
+def test_too_much_on_cuda_is_out_of_memory(on_cuda):
+    x = torch.ones(64, 8, 128, 256)
+    totals = ops.batch_norm_stats(x)
+    torch.cuda.empty_cache()
+    used = torch.cuda.memory_reserved() + 2**20
+    torch.cuda.set_per_process_memory_fraction(used / torch.cuda.mem_get_info()[1])
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="67108864 bytes on device 0$") as error:
+            ops.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, 1e-5)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert should_reduce_batch_size(error.value)
 
 
 def run_out(*args):
