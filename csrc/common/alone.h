@@ -2,11 +2,28 @@
 // between processes.
 #pragma once
 
+#include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "operators.h"
 
 namespace syncbn {
+
+// Calls an operator of a joined one, whose errors name the joined one in place of it.
+template <typename Function, typename... Args>
+auto call_as(const char* op, Function* function, Args&&... args) {
+  try {
+    return function(std::forward<Args>(args)...);
+  } catch (const std::runtime_error& error) {
+    const std::string words = error.what();
+    const size_t colon = words.find(": ");
+    if (words.rfind("syncbn::", 0) != 0 || colon == std::string::npos) {
+      throw;
+    }
+    throw std::runtime_error(op + words.substr(colon));
+  }
+}
 
 template <StatsFunction kStats, ApplyFunction kApply, BackwardReduceFunction kReduce,
           BackwardApplyFunction kBackwardApply>
@@ -17,11 +34,13 @@ struct Alone {
       std::optional<Tensor> num_batches_tracked, std::optional<double> momentum, double eps,
       std::optional<Tensor> residual, int64_t activation, double negative_slope,
       std::optional<Tensor> constants, std::optional<Tensor> mask) {
-    const Tensor totals = kStats(input, /*tag=*/{}, /*outlook=*/0, mask);
-    return kApply(input, totals, std::move(weight), std::move(bias), std::move(running_mean),
-                  std::move(running_var), std::move(num_batches_tracked), momentum, eps,
-                  /*tag_sum=*/{}, /*verdict=*/{}, std::move(residual), activation, negative_slope,
-                  std::move(constants), std::move(mask));
+    constexpr const char* kOp = "syncbn::batch_norm_forward";
+    const Tensor totals = call_as(kOp, kStats, input, /*tag=*/std::nullopt, /*outlook=*/0, mask);
+    return call_as(kOp, kApply, input, totals, std::move(weight), std::move(bias),
+                   std::move(running_mean), std::move(running_var), std::move(num_batches_tracked),
+                   momentum, eps, /*tag_sum=*/std::nullopt, /*verdict=*/std::nullopt,
+                   std::move(residual), activation, negative_slope, std::move(constants),
+                   std::move(mask));
   }
 
   static std::tuple<Tensor, Tensor, Tensor> backward(
@@ -29,12 +48,14 @@ struct Alone {
       std::optional<Tensor> weight, const Tensor& count, ScalarType weight_dtype,
       ScalarType bias_dtype, std::optional<Tensor> constants, int64_t activation,
       double negative_slope, std::optional<Tensor> mask) {
+    constexpr const char* kOp = "syncbn::batch_norm_backward";
     auto [sums, grad_weight, grad_bias] =
-        kReduce(grad_output, input, mean, invstd, weight_dtype, bias_dtype, /*tag=*/{},
-                /*outlook=*/0, constants, activation, negative_slope, mask);
-    Tensor grad_input = kBackwardApply(grad_output, input, mean, invstd, std::move(weight), sums,
-                                       count, /*tag_sum=*/{}, /*verdict=*/{}, std::move(constants),
-                                       activation, negative_slope, std::move(mask));
+        call_as(kOp, kReduce, grad_output, input, mean, invstd, weight_dtype, bias_dtype,
+                /*tag=*/std::nullopt, /*outlook=*/0, constants, activation, negative_slope, mask);
+    Tensor grad_input =
+        call_as(kOp, kBackwardApply, grad_output, input, mean, invstd, std::move(weight), sums,
+                count, /*tag_sum=*/std::nullopt, /*verdict=*/std::nullopt, std::move(constants),
+                activation, negative_slope, std::move(mask));
     return {grad_input, grad_weight, grad_bias};
   }
 };

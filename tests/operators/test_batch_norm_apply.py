@@ -156,11 +156,14 @@ def test_withdrawn_rank_is_an_error_or_nan_and_changes_nothing(each_device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1000.1, 7.7e-5])
-def test_constant_channel_has_a_running_variance_of_zero(value, dtype):
+def test_constant_channel_has_a_running_variance_of_zero(each_device, value, dtype):
     """Reading the message subtracts the very value that writing it has added."""
     x = torch.full((3, 4, 5, 7), value, dtype=dtype)
     running_mean, running_var = torch.zeros(4).double(), torch.ones(4).double()
     totals = ops.batch_norm_stats(x)
     ops.batch_norm_apply(x, totals, None, None, running_mean, running_var, None, 1.0, 1e-5)
-    assert running_var.tolist() == [0] * 4
+    # CUDA kernels add up 35 terms of a channel here, the columns of a matrix: with the readings of
+    # the message at most 40 roundings of a float64 of value².
+    bound = 40 * 2**-53 * value**2 if each_device.type == "cuda" else 0
+    assert running_var.min() >= 0 and running_var.max() <= bound
     assert (running_mean - x[0, 0, 0, 0].double()).abs().max() <= abs(value) * 2**-53

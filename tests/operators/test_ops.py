@@ -161,6 +161,15 @@ def test_meta_tensor_among_others_is_an_error(name):
             operator(name)(*without(args, index, args[index].to("meta")))
 
 
+@pytest.mark.parametrize("name", ["batch_norm_forward", "batch_norm_backward"])
+def test_joined_operator_names_itself(each_device, name):
+    """And not the operators that it is joined of."""
+    valid = arguments(name, X.to(each_device))
+    for index in (i for i, a in enumerate(valid) if isinstance(a, torch.Tensor)):
+        with pytest.raises(RuntimeError, match=f"^syncbn::{name}: expected "):
+            operator(name)(*without(valid, index, valid[index].unsqueeze(0).to(torch.complex64)))
+
+
 def double(x, size):
     return x.new_zeros(size, dtype=torch.float64)
 
