@@ -133,7 +133,8 @@ class SyncBatchNorm(BatchNormBase):
     Training synchronizes if torch.distributed is initialized and the group has more than one
     rank: one all-reduce of 2C+4 float64 values forward, and one backward. Evaluation never
     communicates. A rank may have an empty batch; if all have, nothing is updated. A channel with
-    a NaN or infinity in it comes out as NaN and leaves its running statistics as they were.
+    a NaN or infinity in it comes out as NaN and leaves its running statistics as they were; with
+    ``momentum=None`` they become NaN, as torch's do.
 
     ``layer(x, mask=mask)`` leaves out the places where a bool mask of shape (N, ...) or (N, 1, ...)
     is false, such as padding: they count in no statistics, and output and gradient are 0 there.

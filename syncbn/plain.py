@@ -201,6 +201,8 @@ def batch_norm_apply(
         unbiased = m2 / (count - 1).clamp(min=1)
         old_var, new_var = _update(running_var, unbiased, factor, fits)
         is_sound = fits[0] & fits[1] & fits[2] & fits[3]
+        if momentum is None:  # csrc/common/running.h
+            old_mean, old_var = (torch.where(has_values, torch.nan, t) for t in (old_mean, old_var))
         for running, old, new in (
             (running_mean, old_mean, new_mean),
             (running_var, old_var, new_var),

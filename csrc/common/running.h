@@ -1,23 +1,30 @@
 // The running statistics of a channel, and how they follow the batches. Includes no torch header.
 #pragma once
 
+#include <cmath>
+
 #include "moments.h"
 
 namespace syncbn {
 
 // Moves both by `factor` toward the batch's mean and unbiased variance. Where they would not be
 // finite in their dtype, they stay: one overflowed step under loss scaling must not spoil the model
-// for good. Products are rounded, so that ranks with different processors get the same bits.
+// for good. A cumulative average becomes NaN there, as torch's does: `factor` is one over a number
+// of batches that all channels share, so that none can leave a batch out. Products are rounded, so
+// that ranks with different processors get the same bits.
 SYNCBN_HOST_DEVICE inline void update_running(double& mean, double& variance,
                                               const Moments<double>& batch, double factor,
-                                              double largest_mean, double largest_variance) {
+                                              bool cumulative, double largest_mean,
+                                              double largest_variance) {
   const double keep = 1 - factor;
   const double new_mean = rounded_product(keep, mean) + rounded_product(factor, batch.mean);
   const double new_variance =
       rounded_product(keep, variance) + rounded_product(factor, batch.unbiased_variance());
-  if (-largest_mean <= new_mean && new_mean <= largest_mean && new_variance <= largest_variance) {
-    mean = new_mean;
-    variance = new_variance;
+  const bool finite =
+      -largest_mean <= new_mean && new_mean <= largest_mean && new_variance <= largest_variance;
+  if (finite || cumulative) {
+    mean = finite ? new_mean : NAN;
+    variance = finite ? new_variance : NAN;
   }
 }
 

@@ -34,6 +34,7 @@ struct PerChannel {
   double* running_means = nullptr;
   double* running_variances = nullptr;
   double factor = 0;
+  bool cumulative = false;
   double largest_mean = 0;
   double largest_variance = 0;
 
@@ -46,7 +47,7 @@ struct PerChannel {
       p.means[c] = moments.mean;
       p.invstds[c] = 1 / std::sqrt(moments.variance() + p.eps);
       if (p.running_means != nullptr) {
-        update_running(p.running_means[c], p.running_variances[c], moments, p.factor,
+        update_running(p.running_means[c], p.running_variances[c], moments, p.factor, p.cumulative,
                        p.largest_mean, p.largest_variance);
       }
     }
@@ -124,6 +125,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     work.running_means = arrays.load(running_mean, 0);
     work.running_variances = arrays.load(running_var, 0);
     work.factor = factor;
+    work.cumulative = !momentum.has_value();
     work.largest_mean = largest_finite(to_dtype(running_mean->scalar_type()));
     work.largest_variance = largest_finite(to_dtype(running_var->scalar_type()));
   }

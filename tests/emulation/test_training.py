@@ -91,6 +91,24 @@ def test_cumulative_average(library, layout):
         assert tracked.item() == 3
 
 
+@pytest.mark.parametrize("when", [0, 1])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_bad_channel_keeps_its_running_statistics_or_has_no_average(device, momentum, when):
+    batches = [make_input((6, 70, 4), "contiguous", torch.float32, seed=seed) for seed in range(3)]
+    batches[when][1, 66, 2] = torch.inf
+    mean, var, tracked = torch.zeros(70), torch.ones(70), torch.tensor(0)
+    for number, x in enumerate(batches):
+        before = mean[66].item(), var[66].item()
+        apply(device, x, mean, var, tracked, momentum)
+        after = mean[66].item(), var[66].item()
+        if momentum is None:
+            assert mean[66].isnan() == var[66].isnan() == (number >= when)
+        else:
+            assert (after == before) == (number == when)
+        others = torch.arange(70) != 66
+        assert mean[others].isfinite().all() and tracked.item() == number + 1
+
+
 @pytest.mark.parametrize("shape", [(700, 2100), (3, 5, 91, 101)], ids=["matrix", "planar"])
 def test_statistics_move_once_for_all_blocks(library, shape):
     x = make_input(shape, "contiguous", torch.float32)  # split over blocks, most of them

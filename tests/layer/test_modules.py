@@ -290,6 +290,26 @@ def test_eps_of_zero(track, training):
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
 
 
+# torch's own: dynamo makes a Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("when", [0, 1])
+def test_cumulative_average_with_a_bad_batch_is_torchs(when, compile):
+    ours, theirs = SyncBatchNorm(3, momentum=None), nn.BatchNorm1d(3, momentum=None)
+    torch._dynamo.reset()
+    model = torch.compile(ours, backend="aot_eager", fullgraph=True) if compile else ours
+    for number in range(3):
+        x = make_input((4, 3, 5), "contiguous", torch.float32, seed=number)
+        if number == when:
+            x[0, 1, 0] = torch.nan
+        model(x)
+        theirs(x)
+        for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)  # float32 rounding
+    ours.reset_running_stats()
+    assert ours.running_mean.isfinite().all()
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float16, torch.float32])
 def test_batch_counter_of_any_dtype(dtype, momentum):

@@ -142,6 +142,22 @@ def test_verdict_takes_the_first_note(count, tag_sum, note, noted):
     assert bool(dx.isfinite().all()) == is_sound and bool(dx.isnan().all()) != is_sound
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_of_a_bad_channel_are_those_of_the_operator(momentum):
+    ours, theirs = [(torch.zeros(3), torch.ones(3), torch.tensor(0)) for _ in range(2)]
+    for size, value in ((4, torch.inf), (4, 0.0), (0, 0.0), (4, 0.0)):  # one batch is empty
+        x = make_input((size, 3), "contiguous", torch.float32)
+        x[:1, 1] += value
+        totals = ops.batch_norm_stats(x)
+        for apply, running in (
+            (plain.batch_norm_apply, ours),
+            (torch.ops.syncbn.batch_norm_apply, theirs),
+        ):
+            apply(x, totals, None, None, *running, momentum, 1e-5)
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)  # float32 rounding
+
+
 def test_sums_that_are_not_sound_raise_in_the_operators_words():
     x = make_input((4, 3), "contiguous", torch.float32)
     arguments = (None, None, None, None, None, 0.0, 1e-5)

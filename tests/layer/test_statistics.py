@@ -93,6 +93,14 @@ def test_equals_the_whole_population(each_device, dtype, momentum):
     assert layer.momentum == momentum and layer.training
 
 
+def test_gives_an_average_that_a_bad_batch_has_ended_new_statistics():
+    layer, batches = SyncBatchNorm(3, momentum=None).double(), make_batches()
+    layer(torch.full_like(batches[0], torch.nan))
+    assert layer.running_mean.isnan().all() and layer.running_var.isnan().all()
+    recompute_statistics(layer, batches)
+    check_statistics(layer, torch.cat(batches), 4, **FLOAT64)
+
+
 def test_mean_far_from_zero():
     batches = [batch + 1e4 for batch in make_batches((8, 8, 8))]
     layer = SyncBatchNorm(3, dtype=torch.float64)

@@ -127,6 +127,28 @@ def test_bad_channel_keeps_its_running_statistics(bad):
     assert (mean[others] != 0).all()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("when", [0, 1])
+def test_bad_channel_of_a_cumulative_average_is_nan(bad, when):
+    """As torch's: the batch counts, for all channels, and so no average of the others is known."""
+    mean, var, tracked = torch.zeros(4), torch.ones(4), torch.tensor(0)
+    batches = [make_input((6, 4), "contiguous", torch.float32, seed=seed) for seed in range(3)]
+    batches[when][1, 2] = bad
+    for number, x in enumerate(batches):
+        apply(x, mean=mean, var=var, tracked=tracked, momentum=None)
+        is_bad = number >= when
+        assert mean[2].isnan() == var[2].isnan() == is_bad
+    others = [0, 1, 3]
+    # three float32 roundings of a running average
+    torch.testing.assert_close(
+        mean[others], torch.stack([x.mean(0) for x in batches]).mean(0)[others]
+    )
+    torch.testing.assert_close(
+        var[others], torch.stack([x.var(0) for x in batches]).mean(0)[others]
+    )
+    assert tracked.item() == 3
+
+
 # The dtypes end at 65504, 3.3895e38 and 3.4028e38.
 @pytest.mark.parametrize(
     ("dtype", "variance"),
@@ -138,6 +160,8 @@ def test_variance_past_the_dtype_of_a_buffer_leaves_it_alone(dtype, variance):
     x = torch.zeros(2, 1, dtype=dtype)
     ops.batch_norm_apply(x, totals, None, None, mean, var, None, 1.0, 1e-5)
     assert var.item() == 1.0 and mean.item() == 0.0
+    ops.batch_norm_apply(x, totals, None, None, mean, var, torch.tensor(0), None, 1e-5)
+    assert var.isnan() and mean.isnan()  # a cumulative average
 
 
 def test_withdrawn_rank_is_an_error_or_nan_and_changes_nothing(each_device):

@@ -110,8 +110,8 @@ struct PrepareNormalize {
     }
     double new_mean = decode(running.mean, operands.running_mean, 0);
     double new_var = decode(running.var, operands.running_var, 0);
-    update_running(new_mean, new_var, batch, factor, largest_finite(running.mean.dtype),
-                   largest_finite(running.var.dtype));
+    update_running(new_mean, new_var, batch, factor, running.cumulative,
+                   largest_finite(running.mean.dtype), largest_finite(running.var.dtype));
     store_channel(running.mean, channel, new_mean);
     store_channel(running.var, channel, new_var);
   }
