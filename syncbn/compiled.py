@@ -329,6 +329,7 @@ def _(
         checks.check_eps(eps)
         if momentum is not None:
             checks.check_momentum(momentum)
+        ops.check_more_than_one_value(totals, totals.numel() // 2)
     except (TypeError, ValueError) as error:
         raise errors.with_layer_and_rank(error, layer, group) from None
     no_input = totals.new_empty((0, totals.numel() // 2), dtype=input_dtype)

@@ -94,9 +94,9 @@ def sync_batch_norm(
 
     Raises:
         TypeError: An argument of the wrong type, dtype or layout.
-        ValueError: An argument of the wrong shape, device or value; one value per channel without
-            other ranks; a rank outside of ``process_group``, or a group that was destroyed;
-            ranks with different C.
+        ValueError: An argument of the wrong shape, device or value; one value per channel in the
+            whole batch, on CUDA only without other ranks and a mask; a rank outside of
+            ``process_group``, or a group that was destroyed; ranks with different C.
         NotImplementedError: Training in a torch.func transform, or under
             DistributedDataParallel.join().
         RuntimeError: Another rank failed, left, did not come or runs another layer.

@@ -134,7 +134,8 @@ class SyncBatchNorm(BatchNormBase):
     rank: one all-reduce of 2C+4 float64 values forward, and one backward. Evaluation never
     communicates. A rank may have an empty batch; if all have, nothing is updated. A channel with
     a NaN or infinity in it comes out as NaN and leaves its running statistics as they were; with
-    ``momentum=None`` they become NaN, as torch's do.
+    ``momentum=None`` they become NaN, as torch's do. One value per channel in the whole batch is a
+    ValueError, but not on CUDA in a group or with a mask: there nothing waits for the device.
 
     ``layer(x, mask=mask)`` leaves out the places where a bool mask of shape (N, ...) or (N, 1, ...)
     is false, such as padding: they count in no statistics, and output and gradient are 0 there.

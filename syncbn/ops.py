@@ -24,6 +24,7 @@ __all__ = [
     "batch_norm_backward_reduce_dz",
     "batch_norm_forward",
     "batch_norm_stats",
+    "check_more_than_one_value",
 ]
 
 # Looked up once: each attribute costs as much as a check.
@@ -53,10 +54,11 @@ _CLASSES = {
     "CUDA out of memory.": torch.OutOfMemoryError,  # which programs look for
     "another rank of the process group withdrew": WithdrawnError,
     "the ranks of the process group run different passes": PassesDifferError,
+    plain.ONE_VALUE: ValueError,
 }
 
 
-def _in_its_class(error: RuntimeError) -> RuntimeError:
+def _in_its_class(error: RuntimeError) -> Exception:
     for beginning, kind in _CLASSES.items():
         if str(error).startswith(beginning):
             return kind(str(error))
@@ -66,6 +68,13 @@ def _in_its_class(error: RuntimeError) -> RuntimeError:
 def _as_keyword(mask: Tensor, input: Tensor) -> dict[str, Tensor]:
     """Return the mask for an operator; nothing where the operators take none."""
     return {"mask": mask} if input.is_cpu and devices.has_operators(input.device) else {}
+
+
+def check_more_than_one_value(totals: Tensor, channels: int) -> None:
+    """Raise ValueError if sums are of one value per channel, where the host may look at them."""
+    can_look = type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
+    if can_look and totals[2 * channels] == 1:
+        raise ValueError(plain.ONE_VALUE)
 
 
 def batch_norm_stats(
@@ -108,6 +117,8 @@ def batch_norm_apply(
     negative_slope and constants, which are written.
     """
     masked = {} if mask is None else _as_keyword(mask, input)
+    if mask is not None and not masked:
+        check_more_than_one_value(totals, input.size(1))
     counter = _as_int64(num_batches_tracked)
     try:
         results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_apply(

@@ -59,7 +59,8 @@ def normalize(
     running statistics alone.
 
     Raises:
-        TypeError, ValueError: As :func:`syncbn.checks.check_training`.
+        TypeError, ValueError: As :func:`syncbn.checks.check_training`; one value per channel in the
+            whole batch, which is not noticed on CUDA.
         RuntimeError: Another rank has withdrawn or makes another pass; the error names the layer
             and the rank.
     """
@@ -76,7 +77,7 @@ def normalize(
         else:
             judge = exchange.judge_for(totals, group, record)
             results = ops.batch_norm_apply(input, totals, *operands, *judge, *following, mask=mask)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         # Under no other name: a frame that holds an error of its own keeps its callers alive, and
         # with them a checkpoint that failed, until a collection of garbage.
         raise errors.of_pass(

@@ -23,12 +23,15 @@ from torch import Tensor
 
 from syncbn import _extension, devices, layout
 
-__all__ = ["OPERATORS", "multiply_add"]
+__all__ = ["ONE_VALUE", "OPERATORS", "multiply_add"]
 
 _RELU, _LEAKY_RELU = 1, 2  # csrc/common/activations.h
 
 # csrc/common/dtype.h: a positive number up to this is zero in the dtype. Of others that is zero.
 _LARGEST_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
+
+# csrc/common/checks.h
+ONE_VALUE = "Expected more than 1 value per channel when training, got 1 in the whole batch"
 
 _announced = False
 
@@ -124,7 +127,8 @@ def _count(
     """Return the count [1] that sums over all ranks are of; NaN if they are not sound.
 
     Raises:
-        RuntimeError: They are not, and the host may look at them: in csrc's words.
+        RuntimeError: They are not, or a group has one value per channel, and the host may look at
+            them: in csrc's words.
     """
     withdrawn = sums[2 * channels : 2 * channels + 1].isnan()
     differ = torch.zeros_like(withdrawn)
@@ -137,14 +141,16 @@ def _count(
             note = torch.where(withdrawn, -tag_sum, torch.where(differ, tag_sum, 0.0))
             verdict.copy_(torch.where(noted == 0, note, noted), non_blocking=True)
         return torch.where(withdrawn | differ, torch.nan, count)
-    has_withdrawn, has_differed = torch.cat([withdrawn, differ]).tolist()
-    if has_withdrawn:
+    number, has_differed = torch.cat([sums[2 * channels : 2 * channels + 1], differ]).tolist()
+    if number != number:
         raise RuntimeError(
             "another rank of the process group withdrew from this pass because of an error; that "
             "rank's own message says which"
         )
     if has_differed:
         raise RuntimeError("the ranks of the process group run different passes")
+    if number == 1 and tag_sum is not None:  # sums of a backward pass have a 0
+        raise RuntimeError(ONE_VALUE)
     return count
 
 

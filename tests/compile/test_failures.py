@@ -153,6 +153,34 @@ def test_compiled_layer_checks_dimensions_as_the_class_that_it_comes_from():
     assert "another rank of the process group withdrew" in other.message
 
 
+def train_on_one_value(rank, world_size, mode):
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
+    before = copy.deepcopy(model.state_dict())
+    x = torch.rand(rank, 3)
+    if mode == "exported":
+        run = torch.export.export(model, (x,), strict=False).module()
+    else:
+        torch._dynamo.reset()
+        run = torch.compile(model, backend=mode, fullgraph=True)
+    words = None
+    try:
+        run(x)
+    except ValueError as error:
+        words = str(error)
+    state = (run if mode == "exported" else model).state_dict()
+    return words, all(torch.equal(state[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("mode", ["aot_eager", "inductor", "exported"])
+def test_one_value_in_the_whole_group_is_an_error_on_all_ranks(compiling_ranks, mode):
+    for rank, result in enumerate(compiling_ranks.run(train_on_one_value, mode)):
+        assert result == (
+            "Expected more than 1 value per channel when training, got 1 in the whole batch "
+            f"[layer '0', rank {rank} of 2]",
+            True,
+        )
+
+
 def train_on_nothing_on_one_rank(rank, world_size):
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
     torch._dynamo.reset()

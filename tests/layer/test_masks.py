@@ -134,6 +134,24 @@ def test_a_mask_of_nothing_is_an_empty_batch(momentum):
     assert all(torch.equal(a, b) for a, b in zip(before.values(), layer.state_dict().values()))  # noqa: B905
 
 
+# torch's own: dynamo makes a Function.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_mask_of_one_place_is_an_error_on_cpus(compile):
+    """On CUDA the host does not know how many places it has."""
+    layer = SyncBatchNorm(3, device="cpu")
+    before = copy.deepcopy(layer.state_dict())
+    x = torch.rand(2, 3, 4, device="cpu")
+    mask = torch.zeros(2, 4, dtype=torch.bool, device="cpu")
+    mask[1, 2] = True
+    torch._dynamo.reset()
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True) if compile else layer
+    words = "Expected more than 1 value per channel when training, got 1 in the whole batch"
+    with pytest.raises(ValueError, match=words):
+        call(x, mask=mask)
+    assert all(torch.equal(a, b) for a, b in zip(before.values(), layer.state_dict().values()))  # noqa: B905
+
+
 SHAPES_OF_MASKS = [(4, 6, 5), (4, 1, 6, 5), (4, 1, 1), (1, 6, 5), (4, 6, 1), (1, 1, 1, 5)]
 
 

@@ -26,6 +26,21 @@ def make_masks(x, kind, split):
     return torch.cat(rows)
 
 
+def one_place(rank, world_size, activation):
+    layer = SyncBatchNorm(3, activation=activation)
+    mask = torch.zeros(2, 4, dtype=torch.bool)
+    mask[1, 2] = rank == 1
+    layer(torch.rand(2, 3, 4), mask=mask)
+
+
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_one_valid_place_in_the_whole_group_is_an_error_on_all_ranks(two_ranks, activation):
+    for rank, outcome in enumerate(two_ranks.outcomes(one_place, activation)):
+        assert outcome.kind == "ValueError"
+        assert "Expected more than 1 value per channel when training, got 1" in outcome.message
+        assert f"[rank {rank} of 2]" in outcome.message
+
+
 KINDS = ["places", "a rank is all masked", "ranks without a mask"]
 
 

@@ -138,6 +138,34 @@ def test_all_ranks_empty_update_nothing(world_anywhere, momentum):
         assert not grad_weight.any() and not grad_bias.any()
 
 
+def one_value(rank, world_size, momentum, last):
+    """Return the words of the error, whether the state was kept, and the mean one step later."""
+    layer = syncbn.SyncBatchNorm(3, momentum=momentum)
+    layer(torch.full((2, 3, 1), float(rank)))
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    words = None
+    try:
+        layer(torch.rand(int(rank == (world_size - 1 if last else 0)), 3, 1))
+    except ValueError as error:
+        words = str(error)
+    is_kept = all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    layer(torch.rand(rank + 1, 3, 1))
+    return words, is_kept, layer.running_mean
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_one_value_in_the_whole_group_is_an_error_on_all_ranks(ranks, world_size, momentum, last):
+    results = ranks(world_size).run(one_value, momentum, last)
+    for rank, (words, is_kept, mean) in enumerate(results):
+        assert words == (
+            "Expected more than 1 value per channel when training, got 1 in the whole batch "
+            f"[rank {rank} of {world_size}]"
+        )
+        assert is_kept and torch.equal(mean, results[0][2])
+
+
 def evaluate_apart(rank, world_size, track):
     layer = syncbn.SyncBatchNorm(3, track_running_stats=track).eval()
     if rank == 1:

@@ -33,6 +33,18 @@ def pair(ranks, device):
     return ranks(2, "standin", device)
 
 
+def one_value(rank, world_size):
+    warnings.simplefilter("ignore")  # the announcement
+    layer = SyncBatchNorm(3)
+    layer(torch.rand(rank, 3))
+
+
+def test_one_value_in_the_whole_group_is_an_error_on_all_ranks(pair):
+    for outcome in pair.outcomes(one_value):
+        assert outcome.kind == "ValueError"
+        assert "Expected more than 1 value per channel when training, got 1" in outcome.message
+
+
 SPLITS = {2: [(3, 3), (1, 5), (0, 6)], 3: [(2, 2, 2), (1, 2, 3), (0, 0, 6)]}
 CHANNELS = 5
 

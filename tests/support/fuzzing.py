@@ -108,8 +108,8 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
     members = world_size if group is None else len(group)
     channels = draw(st.integers(1, 9) | st.integers(1, 600))
     shapes = tuple(draw(sizes(channels)) for _ in range(members))
-    if members == 1 and math.prod(shapes[0]) == channels:
-        shapes = ((2, channels),)  # one value per channel is an error
+    if sum(map(math.prod, shapes)) == channels:  # one value per channel is an error
+        shapes = ((2, channels), *shapes[1:])
     dtype = draw(st.sampled_from(DTYPES))
     vector = st.sampled_from([torch.float32, dtype, torch.float64])
     affine, bias, track = draw(st.tuples(st.booleans(), st.booleans(), st.booleans()))
