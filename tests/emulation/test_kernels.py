@@ -423,6 +423,21 @@ def test_constant_channel_has_no_variance(device, layout, dtype):
     assert mean.tolist() == [3, 3] and var.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("shift", [-0.5, 0.0, 20.0])
+@pytest.mark.parametrize("shape", [(8, 3, 5), (64, 3, 400)], ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_large_values(device, layout, shape, shift):
+    """The bounds of docs/numerics.md, where all values are at one of both ends."""
+    distance = 9e18 / (shape[0] * shape[2]) ** 0.5
+    ends = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
+    x = to_layout((ends.double() + shift).mul(distance).float(), layout)
+    mean, var = moments(device.batch_norm_stats(x))
+    expected_mean, expected_var = reference_moments(x.double() / distance)
+    torch.testing.assert_close(mean / distance, expected_mean, rtol=1e-6, atol=1e-6)
+    # float sums of squares; 401 times eps of float64 is far less
+    torch.testing.assert_close(var / distance / distance, expected_var, rtol=2e-6, atol=0.0)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -66,6 +66,39 @@ def test_outlier_where_a_segment_of_work_begins():
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shift", [-0.5, 0.0, 20.0, 1e5])
+@pytest.mark.parametrize("shape", [(2, 3, 1), (8, 3, 5), (64, 3, 4096)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_large_values(dtype, shape, shift, layout):
+    """The bounds of docs/numerics.md, where all values are at one of both ends."""
+    root = (shape[0] * shape[2]) ** 0.5
+    ends = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu") < 0.5
+    ends[0, :, :], ends[1, :, :] = False, True
+    unit = (ends.to(torch.float64) + shift).to(torch.empty(0).device)
+    distance = 9e18 / root if dtype != torch.float64 else 1e153 / root / max(1, abs(shift) + 1)
+    x = to_layout((unit * distance).to(dtype), layout)
+    mean, var, _ = read_message(ops.batch_norm_stats(x), 3)
+    # Moments of what the dtype made of them, without leaving float64's range.
+    expected_mean, expected_var = reference_moments(x.double() / distance)
+    # 4 eps of float64 of the mean square, and a few roundings of a float sum
+    loss = 1e-15 * (shift + 1) ** 2
+    torch.testing.assert_close(mean / distance, expected_mean, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(var / distance / distance, expected_var, rtol=1e-6, atol=loss)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_values_beyond_the_bounds(dtype, layout):
+    x = make_input((4, 3, 5), "contiguous", dtype)
+    clean = ops.batch_norm_stats(to_layout(x, layout))
+    x[:, 1] = 1e155 if dtype == torch.float64 else 2e19
+    x[2:, 1] *= -1
+    message = ops.batch_norm_stats(to_layout(x, layout))
+    assert not torch.isfinite(message[4])  # the sum of squares; the other channels are as before
+    assert torch.equal(message[[0, 2, 3, 5, 6]], clean[[0, 2, 3, 5, 6]])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_misleading_samples_cost_no_accuracy(layout):
     """The CPU guesses each mean from eight values of a segment, all of which are far off here."""
     x = make_input((1, 3, 128, 128), "contiguous", torch.float32, mean=0.0, std=1.0)
