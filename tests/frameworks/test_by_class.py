@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
@@ -51,6 +52,25 @@ def test_statistics_are_estimated_again(update):
         # float64, by its default tolerances
         torch.testing.assert_close(actual, expected, msg=name)
         assert "running" not in name or not torch.equal(actual, before[name])
+
+
+def count_with_fvcore(model):
+    from fvcore.nn import FlopCountAnalysis, parameter_count
+
+    counted = FlopCountAnalysis(model.eval(), batches()[0])
+    return counted.by_operator(), parameter_count(model)[""]
+
+
+def count_with_torch(model):
+    with FlopCounterMode(display=False) as counter:
+        model(batches()[0]).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("count", [count_with_fvcore, count_with_torch])
+def test_operations_are_counted_as_before(count):
+    counted = count(network())
+    assert counted and count(convert_sync_batchnorm(network())) == counted
 
 
 def freeze_with_timm(model):

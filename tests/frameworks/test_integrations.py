@@ -35,6 +35,34 @@ def test_every_block_of_the_document_is_run_below():
     assert {heading: len(lines(heading)) for heading in headings} == blocks
 
 
+def profile_by_class(model, inputs, custom_ops):
+    """As thop's: by exact class, a rule is a hook; a layer without one counts for nothing."""
+
+    def count(layer, inputs, output):
+        layer.total_ops += custom_ops[type(layer)](layer, inputs, output)
+
+    layers = [layer for layer in model.modules() if type(layer) in custom_ops]
+    for layer in layers:
+        layer.total_ops = 0
+        layer.register_forward_hook(count)
+    model.eval()(*inputs)
+    parameters = sum(p.numel() for layer in layers for p in layer.parameters())
+    return sum(layer.total_ops for layer in layers), parameters
+
+
+def test_rule_for_a_counter_of_operations():
+    (code,) = re.findall(
+        r"```python\n(.*?)```", DOCUMENT.read_text().partition("\n## ")[0], re.DOTALL
+    )
+    thop, hooks = types.ModuleType("thop"), types.ModuleType("thop.vision.basic_hooks")
+    thop.profile = profile_by_class
+    hooks.count_normalization = lambda layer, inputs, output: 2 * inputs[0].numel()
+    model, x = convert_sync_batchnorm(network()), torch.rand(2, 3, 6, 6).double()
+    with mock.patch.dict(sys.modules, {thop.__name__: thop, hooks.__name__: hooks}):
+        names = run_lines(code, model=model, x=x)
+    assert (names["operations"], names["parameters"]) == (2 * 2 * 4 * 4 * 4, 2 * 4)
+
+
 def run_lines(code, **names):
     """Run the document's lines where ``names`` are known; return all that are known after."""
     exec(compile(code, f"<{DOCUMENT.name}>", "exec"), names)
