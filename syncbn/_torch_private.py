@@ -27,6 +27,7 @@ __all__ = [
     "FakeTensor",
     "all_gather",
     "all_reduce",
+    "allows_mutation_of_saved",
     "apply_function",
     "are_transforms_active",
     "children",
@@ -122,6 +123,15 @@ def uncompiled(function: FunctionT, reason: str | None = None) -> FunctionT:
     skip = frames._FrameAction.SKIP
     frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
+
+
+def allows_mutation_of_saved() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is active.
+
+    Its mode clones what autograd has saved before an operator writes to it. It looks for what an
+    operator of ours may write to, and raises where that is None or left out.
+    """
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
 
 
 def saved_tensors_hooks() -> Any:

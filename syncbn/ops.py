@@ -6,11 +6,15 @@ csrc/ops.cpp holds their contract. None of them communicates or has an autograd 
 before sums and set to zero behind outputs.
 """
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from syncbn import _extension as _extension  # registers the operators
-from syncbn import devices, masks
+from syncbn import _torch_private, devices, masks
 from syncbn import fakes as fakes  # registers their shapes
 from syncbn import plain as plain  # registers them for all other devices
 
@@ -63,6 +67,22 @@ def _in_its_class(error: RuntimeError) -> Exception:
         if str(error).startswith(beginning):
             return kind(str(error))
     return error
+
+
+def _writer(operator: Any) -> Callable[..., Any]:
+    """Return an operator that writes to some of its operands, as it is to be called."""
+    if _torch_private.allows_mutation_of_saved():
+        return functools.partial(_announce_and_write, operator)
+    return operator  # type: ignore[no-any-return]
+
+
+def _announce_and_write(operator: Any, *operands: Any, **masked: Tensor) -> Any:
+    """Call an operator once its writes have been seen by a mode that does not take the operator."""
+    for operand, argument in zip(operands, operator._schema.arguments, strict=False):
+        if argument.alias_info is not None and operand is not None:
+            operand.copy_(operand)
+    with _torch_private.without_dispatch_modes():
+        return operator(*operands, **masked)
 
 
 def _as_keyword(mask: Tensor, input: Tensor) -> dict[str, Tensor]:
@@ -121,7 +141,7 @@ def batch_norm_apply(
         check_more_than_one_value(totals, input.size(1))
     counter = _as_int64(num_batches_tracked)
     try:
-        results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_apply(
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _writer(_batch_norm_apply)(
             input,
             totals,
             weight,
@@ -165,7 +185,7 @@ def batch_norm_forward(
         return batch_norm_apply(input, totals, *vectors, momentum, eps, *judge, *fused, mask=mask)
     counter = _as_int64(num_batches_tracked)
     try:
-        results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_forward(
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _writer(_batch_norm_forward)(
             input, *vectors[:4], counter, momentum, eps, *fused, **masked
         )
     except RuntimeError as error:
@@ -271,7 +291,7 @@ def batch_norm_backward_apply(
     masked = {} if mask is None else _as_keyword(mask, input)
     operands = (grad_output, input, mean, invstd, weight, sums, count, tag_sum, verdict)
     try:
-        grad_input: Tensor = _batch_norm_backward_apply(*operands, *fused, **masked)
+        grad_input: Tensor = _writer(_batch_norm_backward_apply)(*operands, *fused, **masked)
     except RuntimeError as error:
         raise _in_its_class(error) from None
     if mask is not None and not masked:

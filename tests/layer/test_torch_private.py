@@ -216,6 +216,12 @@ def test_hooks_of_saved_tensors_are_seen():
     assert _torch_private.saved_tensors_hooks() is None
 
 
+def test_allowed_mutation_of_saved_tensors_is_seen():
+    assert not _torch_private.allows_mutation_of_saved()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        assert _torch_private.allows_mutation_of_saved()
+
+
 def test_compiled_modules_are_known():
     layer = nn.Linear(1, 1)
     assert _torch_private.compiled_original(torch.compile(layer, backend="eager")) is layer

@@ -236,3 +236,23 @@ def mixed_strides(rank, world_size):
 @pytest.mark.works("inputs and gradients of any strides")
 def test_any_strides(world_anywhere):
     assert max(world_anywhere.run(mixed_strides)) < 1e-13  # the order of double sums
+
+
+def write_to_what_was_saved(rank, world_size):
+    """The gradient of an input that is written to before backward, and what it is to be."""
+    layer = syncbn.SyncBatchNorm(3)
+    x = make_input((4 + rank, 3, 5), "contiguous", torch.float32).requires_grad_()
+    gradients = []
+    for writes in (True, False):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            h = x * 2
+            loss = layer(h).pow(3).sum()
+            if writes:
+                h.detach().zero_()
+            gradients += torch.autograd.grad(loss, x)
+    return gradients
+
+
+def test_mutation_of_saved_tensors_can_be_allowed(two_ranks):
+    for found, expected in two_ranks.run(write_to_what_was_saved):
+        assert torch.equal(found, expected)
