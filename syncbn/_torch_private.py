@@ -30,6 +30,7 @@ __all__ = [
     "allows_mutation_of_saved",
     "apply_function",
     "are_transforms_active",
+    "backend_name",
     "children",
     "compiled_original",
     "constant_in_graphs",
@@ -163,6 +164,17 @@ def is_initialized(device_type: str) -> bool:
     """Whether this process has begun to use devices of the type."""
     module = getattr(torch, device_type, None)
     return module is not None and bool(getattr(module, "is_initialized", lambda: False)())
+
+
+def backend_name(group: "ProcessGroup", device: torch.device) -> str:
+    """Return the name of the backend for tensors on the device.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    backend: Any = group._get_backend(device)
+    name: str = backend.name()
+    return name
 
 
 def count_operations(group: "ProcessGroup", device: torch.device) -> int:

@@ -17,9 +17,14 @@ make different passes of one size would add up what does not belong together. So
 What follows a pass is remembered. So there is one collective each way, and nothing is sent to the
 store, as soon as a program repeats itself. Not covered is a pass that has been followed by several
 sizes: ranks that part there meet with different sizes.
+
+Over NCCL the host does not wait for the sums, and each rank hears of a failure some passes later,
+where its own host happens to be. So each then says in the store how far it has come, and those that
+are behind send withdrawals until all have sent as many messages: withdrawals.settle.
 """
 
 import contextlib
+from collections import deque
 from datetime import timedelta
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -36,6 +41,7 @@ __all__ = [
     "History",
     "Record",
     "Report",
+    "Verdict",
     "channels_of",
     "check_not_destroyed",
     "check_sound",
@@ -57,6 +63,8 @@ _SEVERAL = 1
 _MAX_COMPARISONS = 1000
 _MAX_RANKS = 1024
 _MAX_RECORDS = 10_000
+# Messages whose sizes are kept; a device queues no more than some thousand launches of its host.
+_MAX_AHEAD = 4096
 
 # For ranks that turn together: in a training they arrive within less.
 _PATIENCE = timedelta(seconds=1)
@@ -117,6 +125,37 @@ class Record:
         return _described(self.direction, self.layer)
 
 
+class Verdict:
+    """Where operators note that a pass on a CUDA device was not sound, and the host reads it."""
+
+    def __init__(self, device: torch.device, waits: bool) -> None:
+        pins = device.type == "cuda"
+        self._device = device if pins and waits else None  # to be waited for
+        self.note = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=pins)
+        self._zero = torch.zeros(1, dtype=torch.float64, device=device)
+        self._cleared: torch.cuda.Event | None = None
+
+    def read(self) -> float:
+        """Return what has been noted; 0 if nothing has, or until the device has cleared it.
+
+        Where the host waits for each sum, it waits here for the judgement of the last one: all
+        ranks hear of it at the same pass.
+        """
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
+        if self.note[0] == 0 or not (self._cleared is None or self._cleared.query()):
+            return 0.0
+        return self.note.item()
+
+    def clear(self) -> None:
+        """Forget what has been noted, and what the passes will note that the device still has."""
+        if not self._zero.is_cuda or torch.cuda.is_current_stream_capturing():
+            self.note.zero_()
+            return
+        self.note.copy_(self._zero, non_blocking=True)
+        self._cleared = torch.cuda.current_stream(self._zero.device).record_event()
+
+
 def _spread(number: int) -> int:
     """Return a number of 32 bits, of which sums over two million ranks are exact in float64."""
     return number * 2654435761 % 2**32
@@ -134,10 +173,15 @@ class History:
         self.sum_messages = collectives.sum_function(group)
         self.num_passes = 0
         self.size = 0  # of this rank's message
+        self.waits_for_cuda = collectives.waits_for_cuda(group)
         self.num_judged = group.size()  # ranks, in the pass that a verdict is of
         self.num_comparisons = 0
         self.sizes_compared: set[int] = set()
-        self.verdicts: dict[torch.device, Tensor] = {}
+        self.verdicts: dict[torch.device, Verdict] = {}
+        # For withdrawals.settle, over NCCL.
+        self.sizes_sent: deque[int] = deque(maxlen=_MAX_AHEAD)
+        self.num_settled = 0
+        self.is_apart = False  # ranks may have sent different numbers of messages
         self.num_failures = 0
         self.forget()
 
@@ -162,13 +206,23 @@ class History:
             found = self.records[key] = Record(self, layer, direction)
         return found
 
-    def verdict(self, device: torch.device) -> Tensor:
-        """Return where operators note that a pass on this CUDA device was not sound."""
+    def verdict(self, device: torch.device) -> Verdict:
+        """Return the verdict on passes on this CUDA device."""
         verdict = self.verdicts.get(device)
         if verdict is None:
-            verdict = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
-            self.verdicts[device] = verdict
+            verdict = self.verdicts[device] = Verdict(device, self.waits_for_cuda)
         return verdict
+
+    def noted(self) -> float:
+        """Return a verdict that the device has found and nobody has told yet; 0 if there is none.
+
+        It is the sum of the tags of the pass, negative if a rank has withdrawn from it.
+        """
+        return next((found for v in self.verdicts.values() if (found := v.read())), 0.0)
+
+    def is_late(self, device: torch.device) -> bool:
+        """Whether the host goes on before the sums on this device are known, as over NCCL."""
+        return device.type == "cuda" and not self.waits_for_cuda
 
     def enter(
         self, record: Record, size: int, group: ProcessGroup, device: torch.device
@@ -187,6 +241,7 @@ class History:
         """
         self.num_passes += 1
         self.size = size
+        self.sizes_sent.append(size)
         last, outlook, other = self.last, record.outlook, None
         if size not in last.sizes:
             # A mode, such as selective checkpointing's, must not see what only the first pass does.

@@ -39,6 +39,7 @@ __all__ = [
     "start_sum",
     "store_of",
     "sum_function",
+    "waits_for_cuda",
     "world",
 ]
 
@@ -237,6 +238,14 @@ def count_operations(group: ProcessGroup, device: torch.device) -> int:
     if _gathers(group):
         device = likely_device(group)
     return _torch_private.count_operations(group, device)
+
+
+def waits_for_cuda(group: ProcessGroup) -> bool:
+    """Whether the host waits in a sum of CUDA tensors: gloo, which adds up on the CPU, lets it."""
+    try:
+        return _torch_private.backend_name(group, torch.device("cuda")) == "gloo"
+    except (AttributeError, RuntimeError):  # no backend for CUDA, or one without a name
+        return False
 
 
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:

@@ -289,12 +289,11 @@ def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None 
     if not totals.is_cuda:
         exchange.judge(totals, group, record)
         return totals[:-3].clone()  # an operator returns what is new
-    if direction != "recomputation":
-        return exchange.judge_late(totals, *exchange.judge_for(totals, group, record))
-    first = history.record(layer, "forward")
-    tags = [history.sum_of(one.tag, group) for one in (first, record)]
-    sound = (totals[-3] == tags[0]) | (totals[-3] == tags[1])
-    return torch.where(sound, totals[:-3], torch.nan)
+    if direction == "recomputation":  # or its sums are those that were kept of the forward pass
+        tag_sum = history.sum_of(history.record(layer, "forward").tag, group)
+        if_kept = torch.where(totals[-3] == tag_sum, history.sum_of(record.tag, group), totals[-3])
+        totals = torch.cat([totals[:-3], if_kept.view(1), totals[-2:]])
+    return exchange.judge_late(totals, *exchange.judge_for(totals, group, record))
 
 
 @torch.library.register_fake("syncbn::compiled_wait")

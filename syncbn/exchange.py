@@ -21,7 +21,7 @@ from syncbn.activations import Through
 from syncbn.agreement import STEP, Record, history_of
 from syncbn.arguments import Arguments
 from syncbn.collectives import ProcessGroup
-from syncbn.identity import Identity
+from syncbn.identity import ANONYMOUS, Identity
 
 __all__ = [
     "check",
@@ -91,14 +91,13 @@ def start_forward(
             another size; in DistributedDataParallel.join().
         RuntimeError: The ranks run different passes; another rank has withdrawn or left.
     """
+    _look_back(group)
     try:
         if arguments is not None:
             checks.check_training(input, arguments, alone=group is None)
         dense = layout.as_dense(input)
         if group is None:
             return dense, ops.batch_norm_stats(dense, mask=mask), None
-        if dense.is_cuda:
-            _look_back(group, dense.device)
         record = history_of(group).record(layer, tracing.forward_direction())
         message = ops.batch_norm_stats(dense, record.tag, record.outlook, mask=mask)
     except Exception as error:
@@ -127,13 +126,12 @@ def start_backward(
     Raises:
         RuntimeError: As :func:`start_forward`.
     """
+    _look_back(group)
     try:
         input = layout.as_dense(input)
         grad_output = layout.as_dense(grad_output, like=input)
         record = None
         if group is not None:
-            if input.is_cuda:
-                _look_back(group, input.device)
             record = history_of(group).record(layer, "backward")
         announcement = (None, 0.0) if record is None else (record.tag, record.outlook)
         operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, *announcement)
@@ -161,16 +159,16 @@ def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
     Raises:
         NotImplementedError, RuntimeError: As :func:`sum_over_ranks`.
     """
+    _look_back(group)
     record = history_of(group).record(layer, "double backward")
     statistics = values.to(devices.of_statistics(values.device)).to(torch.float64)
     end = statistics.new_tensor([0.0, record.tag, record.outlook, record.outlook**2])
     message = torch.cat([statistics, end])
     _enter(message, group, record)
     totals = sum_over_ranks(message, group, record)
-    judge(totals, group, record)
-    if totals.is_cuda:  # which is not waited for
-        sound = totals[-3] == record.history.sum_of(record.tag, group)
-        totals = torch.where(sound, totals, torch.nan)
+    unsound = judge(totals, group, record)
+    if unsound is not None:
+        totals = torch.where(unsound, torch.nan, totals)
     return totals[:-4].to(values.dtype).to(values.device)
 
 
@@ -181,6 +179,7 @@ def each_rank(flag: bool, group: ProcessGroup, layer: Identity, device: torch.de
         RuntimeError: As :func:`sum_over_ranks`; the ranks do not all make this step, or another
             rank has withdrawn.
     """
+    _look_back(group)
     record = history_of(group).record(layer, STEP)
     flags = [0.0] * group.size()
     flags[group.rank()] = float(flag)
@@ -232,9 +231,12 @@ def _enter(message: Tensor, group: ProcessGroup, record: Record) -> None:
     if other is None:
         return
     different = errors.of_report(other, group, record)
+    history.sizes_sent[-1] = other.size
     if other.size:
-        reports.write_withdrawal(group, history, different)
+        words = reports.write_withdrawal(group, history, different)
         withdrawals.send(group, other.size, message.device)
+        if history.is_late(message.device):
+            withdrawals.settle(group, message.device, words)
     raise different
 
 
@@ -258,16 +260,26 @@ def _check_join(group: ProcessGroup, layer: Identity) -> None:
 # Verdicts: whether all ranks have made the same pass and none has withdrawn.
 
 
-def judge(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> None:
-    """Raise RuntimeError unless all ranks have made this pass, as far as the sums have values."""
-    if group is None or record is None or not _has_values(totals):
-        return
+def judge(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> Tensor | None:
+    """Raise RuntimeError unless all ranks have made this pass, as far as the sums have values.
+
+    Returns:
+        On CUDA, which is not waited for, whether they are not sound, which is noted.
+    """
+    if group is None or record is None:
+        return None
+    if not _has_values(totals):
+        if type(totals) is not Tensor or not totals.is_cuda:
+            return None
+        end = torch.cat([totals.new_zeros(2), totals[-4:]])  # as of a pass of one channel
+        return judge_late(end, *judge_for(end, group, record))[-1].isnan()
     record = _pass_of(totals, group, record)
     try:
         with _torch_private.without_dispatch_modes():
             agreement.check_sound(totals, record.history.sum_of(record.tag, group))
     except (ops.PassesDifferError, ops.WithdrawnError) as error:
         raise errors.of_pass(error, record.layer, group, record) from None
+    return None
 
 
 def judge_now(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> Tensor:
@@ -276,8 +288,13 @@ def judge_now(totals: Tensor, group: ProcessGroup | None, record: Record | None)
     Raises:
         RuntimeError: As :func:`judge`.
     """
-    totals = totals.cpu()
-    judge(totals, group, record)
+    device, totals = totals.device, totals.cpu()
+    try:
+        judge(totals, group, record)
+    except RuntimeError:
+        if group is not None and history_of(group).is_late(device):
+            withdrawals.settle(group, device)  # with those that have heard of it, or are to
+        raise
     return totals
 
 
@@ -296,7 +313,7 @@ def judge_for(
     if not totals.is_cuda:
         return tag_sum, None
     history.num_judged = round(tag_sum / record.tag)
-    return tag_sum, history.verdict(totals.device)
+    return tag_sum, history.verdict(totals.device).note
 
 
 def _has_values(totals: Tensor) -> bool:
@@ -329,28 +346,47 @@ def judge_late(totals: Tensor, tag_sum: float | None, verdict: Tensor | None) ->
     return torch.where(count.isnan(), torch.nan, totals[:-3])
 
 
-def _look_back(group: ProcessGroup, device: torch.device) -> None:
-    """Raise RuntimeError if an earlier pass on this CUDA device was not sound.
+def _look_back(group: ProcessGroup | None) -> None:
+    """Raise RuntimeError if an earlier pass of the group on CUDA was not sound.
 
-    Operators on CUDA do not wait for the device: what they have found is read one pass late.
+    Where the host does not wait for the device, it reads here what the operators have found since.
+    This rank makes no message of this pass: no other waits for it, but over NCCL those whose hosts
+    have gone further, which get withdrawals.
     """
-    history = history_of(group)
-    verdict = history.verdicts.get(device)
-    if verdict is None or verdict[0] == 0:
+    if group is None:
         return
-    found = verdict.item()
-    verdict.zero_()
+    history = history_of(group)
+    if not history.is_apart and not history.verdicts:
+        return
+    device = collectives.likely_device(group)
+    if history.is_apart:
+        hindrance = withdrawals.settle(group, device, patience=None).hindrance
+        if hindrance:
+            words = (
+                "an earlier pass failed, and since then the ranks may have made different numbers "
+                f"of passes: {hindrance}; call destroy_process_group(), then init_process_group()"
+            )
+            raise errors.with_layer_and_rank(RuntimeError(words), ANONYMOUS, group)
+    found = history.noted()
+    if found == 0:
+        return
+    tag = round(abs(found) / history.num_judged)
+    cause, hindrance = withdrawals.hear(group, device)
     history.records.clear()  # they hold what has followed in that pass
+    history.forget()
     what = (
         "another rank of the process group withdrew from it because of an error"
         if found < 0
         else "another rank made another pass in its place"
     )
-    tag = round(abs(found) / history.num_judged)
-    raise RuntimeError(
-        f"{agreement.describe(tag)} gave NaN: {what}; said one pass later, because CUDA is not "
-        "waited for"
+    words = (
+        f"{agreement.describe(tag)} gave NaN: {what}{cause and f'; {cause}'}; said in a later pass "
+        "because the host does not wait for CUDA: it may be hundreds of launches ahead of the "
+        "device, and what it has launched since then gave NaN or sums that belong to no pass"
     )
+    if hindrance:
+        words += f"; the ranks are not in step yet: {hindrance}"
+    raise errors.with_layer_and_rank(RuntimeError(words), ANONYMOUS, group)
 
 
 def check(

@@ -121,12 +121,13 @@ def ask_groups(rank, world_size):
         _torch_private.resolve_process_group(pair.group_name) is pair,
         "cpu" in _torch_private.device_types(pair),
         after - before,
+        _torch_private.backend_name(pair, torch.device("cpu")),
         summed.tolist(),
     )
 
 
 def test_groups_are_found_counted_and_summed_over(two_ranks):
-    assert two_ranks.run(ask_groups) == [(True, True, 1, [3.0, 3.0])] * 2
+    assert two_ranks.run(ask_groups) == [(True, True, 1, "gloo", [3.0, 3.0])] * 2
 
 
 def ask_join(rank, world_size):

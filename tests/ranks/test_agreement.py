@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from syncbn import (
     exchange,
     ops,
     sync_batch_norm,
+    withdrawals,
 )
 from syncbn.agreement import Report, history_of
 from syncbn.identity import Identity
@@ -386,10 +388,10 @@ def hear_late(rank, world_size, verdict, name, direction):
     layer._syncbn = layer._syncbn.with_name(name)
     history = history_of(group)
     tag = history.record(layer._syncbn.identity, direction).tag
-    history.verdicts[CPU] = torch.tensor([verdict * world_size * tag], dtype=torch.float64)
+    history.verdict(CPU).note.fill_(verdict * world_size * tag)
     with pytest.raises(RuntimeError) as error:
-        exchange._look_back(group, CPU)
-    exchange._look_back(group, CPU)  # says it once
+        exchange._look_back(group)
+    exchange._look_back(group)  # says it once
     del history.verdicts[CPU]
     return str(error.value)
 
@@ -401,6 +403,64 @@ def test_verdict_of_a_pass_before_names_it(two_ranks, verdict, words, name, laye
     for said in two_ranks.run(hear_late, verdict, name, direction):
         assert said.startswith(f"the {direction} pass of {layer} gave NaN: another rank")
         assert words in said
+
+
+def stop_at_different_passes(rank, world_size, others):
+    """As over NCCL: a rank's host has started as many more passes as its number."""
+    group, layer = dist.group.WORLD, SyncBatchNorm(3)
+    step(layer)
+    history = history_of(group)
+    started = []
+    for size in (10, 12, 14)[:rank]:
+        history.num_passes += 1
+        history.sizes_sent.append(size)
+        message = torch.ones(size, dtype=torch.float64)
+        started.append(dist.all_reduce(message, async_op=True))
+    if others and rank == 2:  # a collective of DistributedDataParallel
+        dist.all_reduce(torch.ones(1), async_op=True)
+    if rank == 2:
+        time.sleep(2)
+    settled = withdrawals.settle(group, CPU, "words" if rank == 0 else "", timedelta(seconds=20))
+    if others:
+        with pytest.raises(RuntimeError, match="since then the ranks .* numbers of passes: ranks"):
+            layer(torch.rand(2, 3))
+        return settled
+    for work in started:
+        work.wait()
+    step(layer)
+    assert layer.num_batches_tracked == 2
+    return settled
+
+
+def test_ranks_that_stop_at_different_passes_get_in_step_again(three_ranks):
+    for cause, hindrance in three_ranks.run(stop_at_different_passes, False):
+        assert (cause, hindrance) == ("rank 0: words", "")
+
+
+def test_ranks_that_cannot_get_in_step_say_so():
+    with Ranks(3) as own:
+        for _, hindrance in own.run(stop_at_different_passes, True):
+            assert "that are not of SyncBatchNorm layers" in hindrance
+
+
+def stop_late(rank, world_size):
+    """Rank 1 does not hear of the failure of rank 0 in the time that that waits."""
+    group, layer = dist.group.WORLD, SyncBatchNorm(3)
+    step(layer)
+    history_of(group).is_apart = rank == 0
+    dist.barrier()
+    if rank == 1:
+        time.sleep(3)
+        withdrawals.settle(group, CPU)
+        step(layer)
+        return ""
+    settled = withdrawals.settle(group, CPU, patience=timedelta(seconds=1))
+    step(layer)  # waits for rank 1
+    return settled.hindrance
+
+
+def test_rank_that_has_failed_waits_for_the_others_before_its_next_pass(two_ranks):
+    assert two_ranks.run(stop_late) == ["rank 1 has not heard of it yet", ""]
 
 
 def run_out_after_the_sum_and_go_on(rank, world_size):

@@ -4,6 +4,7 @@ The layer on several ranks against the whole batch is in test_multi_rank.py.
 """
 
 import importlib.util
+import time
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
+from syncbn.agreement import history_of
 
 pytestmark = pytest.mark.cuda
 
@@ -143,6 +145,106 @@ def test_rank_that_withdraws_makes_the_others_nan_and_changes_nothing(compiles):
     times = {"case_seconds": 150, "collective_seconds": 120}
     with Ranks(2, backend="nccl", device="cuda", **times) as own:
         assert own.run(withdraw, compiles) == [True] * 2
+
+
+def fail_and_go_on(rank, world_size, what, num_ahead):
+    """Rank 1 fails; the host of rank 0 is passes ahead when it hears of that."""
+    layers = [SyncBatchNorm(channels) for channels in (3, 5, 3, 4)]
+    for number, layer in enumerate(layers):
+        layer._syncbn = layer._syncbn.with_name(f"bn{number}")
+    inputs = [torch.rand(4, layer.num_features) for layer in layers]
+    history = history_of(dist.group.WORLD)
+
+    def step():
+        sum(layer(x).sum() for layer, x in zip(layers, inputs, strict=True)).backward()
+
+    step()
+    torch.cuda.synchronize()
+    with pytest.raises((RuntimeError, TypeError)) as error:
+        if rank == 1 and what == "withdraws":
+            layers[0](inputs[0].long())
+        first = 2 if rank == 1 else 0  # two layers of one size
+        torch.cuda._sleep(10**8)
+        layers[first](inputs[first])
+        for layer, x in zip(layers[1:][: 0 if rank == 1 else num_ahead], inputs[1:], strict=False):
+            layer(x)
+        while history.noted() == 0:  # the device goes on meanwhile, and is not waited for
+            time.sleep(0.01)
+        layers[3](inputs[3])
+    one = torch.ones(1).item()  # of no concern to the group
+    for layer in layers:
+        layer.zero_grad()
+        layer.reset_running_stats()
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    trained = [layer.num_batches_tracked.item() for layer in layers]
+    finite = [layer.running_var.isfinite().all().item() for layer in layers]
+    return str(error.value), one, trained, finite
+
+
+# Over gloo no host is a whole pass ahead.
+@pytest.mark.parametrize("num_ahead", [0, 3])
+@pytest.mark.parametrize("what", ["withdraws", "differs"])
+def test_group_goes_on_after_ranks_heard_of_a_failure_at_different_passes(world, what, num_ahead):
+    if world.backend == "gloo" and num_ahead:
+        pytest.skip("over gloo the host waits in each pass")
+    heard = world.run(fail_and_go_on, what, num_ahead)
+    for rank, (words, *state) in enumerate(heard):
+        assert state == [1.0, [2] * 4, [True] * 4]
+        if what == "differs":
+            assert "made another pass in its place" in words
+        elif rank != 1:
+            assert "'bn0' gave NaN: another rank of the process group withdrew" in words
+            assert "rank 1: TypeError: expected input of dtype" in words
+
+
+def fail_last(rank, world_size):
+    """Rank 1 fails and makes no further pass; rank 0 does, hears of it, and uses its device."""
+    layer = SyncBatchNorm(3)
+    x = torch.rand(4, 3)
+    layer(x)
+    if rank == 1:
+        with pytest.raises(TypeError, match="but got int64"):
+            layer(x.long())
+        return True
+    layer(x)
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="said in a later pass because the host does not wait"):
+        layer(x)
+    return bool(torch.ones(1).item())
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_rank_that_hears_late_withdraws_from_no_pass(backend):
+    with Ranks(2, backend=backend, device="cuda", collective_seconds=15) as own:
+        assert own.run(fail_last) == [True, True]
+
+
+def fail_backward(rank, world_size, twice):
+    """Rank 1 leaves out a backward pass in which the others need no gradient of their inputs."""
+    layers = [SyncBatchNorm(3), SyncBatchNorm(3)]
+    for number, layer in enumerate(layers):
+        layer._syncbn = layer._syncbn.with_name(f"bn{number}")
+    x = torch.rand(4, 3, requires_grad=twice)
+    outputs = [layer(x).square().sum() for layer in layers]
+    if rank == 1:
+        outputs.reverse()
+    with pytest.raises(RuntimeError) as error:
+        for output in outputs:
+            if twice:
+                torch.autograd.grad(output, x, create_graph=True)
+            else:
+                output.backward()
+            torch.cuda.synchronize()
+        layers[0](x)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_every_backward_pass_notes_its_verdict(world, twice):
+    for words in world.run(fail_backward, twice):
+        assert f"{'double ' * twice}backward pass of layer 'bn" in words and "gave NaN" in words
 
 
 def train_without_waiting(rank, world_size):
