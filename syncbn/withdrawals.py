@@ -75,15 +75,15 @@ def _start(
     device = devices.of_statistics(collectives.likely_device(group, device))
     history = history_of(group)
     is_late = history.is_late(device)
-    words, work = "", None
-    # Some rank has failed already, and waits in no pass for this one.
-    has_failed = history.is_apart or history.noted() != 0
+    words, work, has_failed = "", None, False
     # An error in here must not hide that of the rank.
     with (
         _no_trace(),
         _torch_private.without_dispatch_modes(),
         contextlib.suppress(RuntimeError, ValueError),
     ):
+        # Some rank has failed before, and waits in no pass for this one.
+        has_failed = history.is_apart or history.noted() != 0
         if not has_failed:
             history.num_passes += 1
             words = reports.write_withdrawal(group, history, error)
