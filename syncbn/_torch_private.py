@@ -30,6 +30,7 @@ __all__ = [
     "allows_mutation_of_saved",
     "apply_function",
     "are_transforms_active",
+    "arguments_written",
     "backend_name",
     "children",
     "compiled_original",
@@ -133,6 +134,11 @@ def allows_mutation_of_saved() -> bool:
     operator of ours may write to, and raises where that is None or left out.
     """
     return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
+def arguments_written(operator: Any) -> list[bool]:
+    """Return for each argument of an operator whether the operator writes to it."""
+    return [argument.alias_info is not None for argument in operator._schema.arguments]
 
 
 def saved_tensors_hooks() -> Any:

@@ -443,7 +443,4 @@ def history_of(group: ProcessGroup) -> History:
 def check_not_destroyed(group: ProcessGroup) -> None:
     """Raise ValueError if torch.distributed has made the group and destroyed it since."""
     if history_of(group).registered and not _torch_private.is_registered(group):
-        raise ValueError(
-            f"rank {group.rank()} is to use the process_group {group.group_name!r}, which was "
-            "destroyed; give the layer another group, or None for all ranks"
-        )
+        raise collectives.destroyed(group.rank(), group.group_name)

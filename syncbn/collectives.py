@@ -7,6 +7,7 @@ group whose only devices have no float64, it is :func:`all_gather_sum`.
 from collections.abc import Callable
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from syncbn import _torch_private, devices
 
 __all__ = [
     "DeviceMesh",
+    "GroupReference",
     "ProcessGroup",
     "Store",
     "Work",
@@ -25,6 +27,7 @@ __all__ = [
     "are_equal",
     "checked_group",
     "count_operations",
+    "destroyed",
     "gather",
     "global_rank",
     "group_named",
@@ -105,6 +108,43 @@ def checked_group(process_group: object) -> ProcessGroup | None:
     raise TypeError(
         "expected process_group to be a torch.distributed.ProcessGroup, a DeviceMesh or None, but "
         f"got {type(group).__name__}; make one with torch.distributed.new_group(ranks)"
+    )
+
+
+class GroupReference:
+    """What a layer and a graph of autograd hold in place of their group.
+
+    A group that torch.distributed has made is held weakly, because a group that nobody holds closes
+    its connections as it is destroyed, by which the other ranks hear of it. Copies share it.
+    """
+
+    def __init__(self, group: ProcessGroup) -> None:
+        self._strong: ProcessGroup | None = group
+        if _AVAILABLE and isinstance(group, ProcessGroup) and _torch_private.is_registered(group):
+            self._strong = None
+            self._weak = ref(group)
+            self._rank, self._name = group.rank(), name_of(group)
+
+    def get(self) -> ProcessGroup:
+        """Return the group.
+
+        Raises:
+            ValueError: It was destroyed.
+        """
+        group = self._weak() if self._strong is None else self._strong
+        if group is None:
+            raise destroyed(self._rank, self._name)
+        return group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GroupReference":
+        return self
+
+
+def destroyed(rank: int, name: str) -> ValueError:
+    """Return the error of a rank that is to use a group which was destroyed."""
+    return ValueError(
+        f"rank {rank} is to use the process_group {name!r}, which was destroyed; give the layer "
+        "another group, or None for all ranks"
     )
 
 

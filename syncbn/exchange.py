@@ -20,12 +20,13 @@ from syncbn import (
 from syncbn.activations import Through
 from syncbn.agreement import STEP, Record, history_of
 from syncbn.arguments import Arguments
-from syncbn.collectives import ProcessGroup
+from syncbn.collectives import GroupReference, ProcessGroup
 from syncbn.identity import ANONYMOUS, Identity
 
 __all__ = [
     "check",
     "each_rank",
+    "group_held",
     "group_named",
     "judge",
     "judge_for",
@@ -52,6 +53,20 @@ def group_named(name: str | None, layer: Identity) -> ProcessGroup | None:
         return collectives.group_named(name)
     except RuntimeError as error:
         raise errors.with_layer_and_rank(error, layer, None) from error.__cause__
+
+
+def group_held(reference: GroupReference | None, layer: Identity) -> ProcessGroup | None:
+    """Return the group that a layer, or its pass, holds; None for None.
+
+    Raises:
+        ValueError: It was destroyed; the error names the layer.
+    """
+    if reference is None:
+        return None
+    try:
+        return reference.get()
+    except ValueError as error:
+        raise errors.with_layer_and_rank(error, layer, None) from None
 
 
 # A pass: its message, whether the ranks can meet, the sum.
@@ -232,12 +247,15 @@ def _enter(message: Tensor, group: ProcessGroup, record: Record) -> None:
         return
     different = errors.of_report(other, group, record)
     history.sizes_sent[-1] = other.size
-    if other.size:
-        words = reports.write_withdrawal(group, history, different)
-        withdrawals.send(group, other.size, message.device)
-        if history.is_late(message.device):
-            withdrawals.settle(group, message.device, words)
-    raise different
+    try:
+        if other.size:
+            words = reports.write_withdrawal(group, history, different)
+            withdrawals.send(group, other.size, message.device)
+            if history.is_late(message.device):
+                withdrawals.settle(group, message.device, words)
+        raise different
+    finally:
+        del different  # a frame that holds an error of its own keeps its callers alive, and a group
 
 
 def _check_join(group: ProcessGroup, layer: Identity) -> None:

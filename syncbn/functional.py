@@ -29,7 +29,7 @@ from syncbn import (
 from syncbn.activations import Through
 from syncbn.agreement import Record
 from syncbn.arguments import Arguments
-from syncbn.collectives import DeviceMesh, ProcessGroup
+from syncbn.collectives import DeviceMesh, GroupReference, ProcessGroup
 from syncbn.identity import ANONYMOUS, Identity, Layer, identity_of
 
 __all__ = ["sync_batch_norm"]
@@ -309,7 +309,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
             ctx.save_for_backward(*saved, None, None, output, None)
         ctx.negative_slope = arguments.negative_slope
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.eps, ctx.group, ctx.layer = float(arguments.eps), group, layer
+        ctx.group = None if group is None else GroupReference(group)
+        ctx.eps, ctx.layer = float(arguments.eps), layer
         return output
 
     @staticmethod
@@ -333,7 +334,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
                 saved[:5],
                 ctx.bias_dtype,
                 ctx.eps,
-                ctx.group,
+                exchange.group_held(ctx.group, ctx.layer),
                 ctx.layer,
                 ctx.needs_input_grad[0],
                 through,

@@ -17,12 +17,13 @@ from syncbn import (
     checks,
     collectives,
     errors,
+    exchange,
     functional,
     masks,
 )
 from syncbn._torch_private import BatchNormBase
 from syncbn.arguments import Arguments
-from syncbn.collectives import DeviceMesh, ProcessGroup
+from syncbn.collectives import DeviceMesh, GroupReference, ProcessGroup
 from syncbn.foreign_converters import WarnOnForeignConversion
 from syncbn.identity import Identity, Layer
 
@@ -78,7 +79,7 @@ class LayerState:
         # The same for compiled graphs, which would be compiled again for each name.
         self.identity_tensor = self.identity.as_tensor()
         # The ranks that share a batch; None is all of them.
-        self.process_group: ProcessGroup | None = None
+        self.group: GroupReference | None = None
         # Whether a compiled graph can hold the group. Found out before torch.compile traces, which
         # refuses code that looks at a group without a name.
         self.fits_graph = True
@@ -106,13 +107,14 @@ class LayerState:
         """Return a copy of another group."""
         has_name = group is None or collectives.name_of(group) != ""
         fits_graph = has_name or not collectives.is_member(group)
-        return self.replaced(process_group=group, fits_graph=fits_graph)
+        reference = None if group is None else GroupReference(group)
+        return self.replaced(group=reference, fits_graph=fits_graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
         return self
 
     def __reduce__(self) -> Any:
-        if self.process_group is not None:
+        if self.group is not None:
             warnings.warn(
                 "a process group cannot be pickled: the SyncBatchNorm layer will be loaded with "
                 "process_group=None, all ranks; set its process_group again after loading",
@@ -220,8 +222,8 @@ class SyncBatchNorm(BatchNormBase):
 
     @property
     def process_group(self) -> ProcessGroup | None:
-        """The ranks that share a batch; None is all of them."""
-        return self._syncbn.process_group
+        """The ranks that share a batch; None is all of them; ValueError for a destroyed group."""
+        return exchange.group_held(self._syncbn.group, self._syncbn.identity)
 
     @process_group.setter
     def process_group(self, given: ProcessGroup | DeviceMesh | None) -> None:
@@ -309,7 +311,7 @@ class SyncBatchNorm(BatchNormBase):
         )
         if not self.training:
             return functional.evaluate(input, arguments, layer)
-        return functional.train(input, arguments, state.process_group, layer, state.observe)
+        return functional.train(input, arguments, self.process_group, layer, state.observe)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""

@@ -78,8 +78,9 @@ def _writer(operator: Any) -> Callable[..., Any]:
 
 def _announce_and_write(operator: Any, *operands: Any, **masked: Tensor) -> Any:
     """Call an operator once its writes have been seen by a mode that does not take the operator."""
-    for operand, argument in zip(operands, operator._schema.arguments, strict=False):
-        if argument.alias_info is not None and operand is not None:
+    written = _torch_private.arguments_written(operator)
+    for operand, is_written in zip(operands, written, strict=False):
+        if is_written and operand is not None:
             operand.copy_(operand)
     with _torch_private.without_dispatch_modes():
         return operator(*operands, **masked)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from syncbn import devices, exchange, layout, masks, plain
-from syncbn.collectives import ProcessGroup
+from syncbn.collectives import GroupReference, ProcessGroup
 from syncbn.identity import ANONYMOUS, Identity
 
 __all__ = ["batch_norm", "batch_norm_backward", "normalize_again"]
@@ -25,13 +25,14 @@ class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
         """Sum a vector over the ranks."""
-        ctx.group, ctx.layer = group, layer
+        ctx.group, ctx.layer = GroupReference(group), layer
         return exchange.sum_values(values, group, layer)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Sum the gradients over the ranks."""
-        return _SumOverRanks.apply(grad, ctx.group, ctx.layer), None, None
+        group = exchange.group_held(ctx.group, ctx.layer)
+        return _SumOverRanks.apply(grad, group, ctx.layer), None, None
 
 
 def _sum_over_group(values: Tensor, group: ProcessGroup | None, layer: Identity) -> Tensor:

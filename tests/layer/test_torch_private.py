@@ -313,3 +313,8 @@ def test_vectors_are_those_of_the_attributes(change):
     for vector, name in zip(vectors, NAMES, strict=True):
         assert torch.equal(vector, getattr(layer, name)), name
     assert change != "parametrized" or vectors[0].eq(2).all()
+
+
+def test_arguments_that_an_operator_writes_to():
+    operator = torch.ops.aten.add_.Tensor
+    assert _torch_private.arguments_written(operator) == [True, False, False]

@@ -1,7 +1,9 @@
 """Groups of neighboring ranks, by their size or as a mesh's dimension."""
 
+import copy
 import gc
 import os
+import pickle
 import re
 import weakref
 from datetime import timedelta
@@ -15,7 +17,13 @@ from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
+from syncbn import (
+    SyncBatchNorm,
+    check_synchronized,
+    convert_sync_batchnorm,
+    recompute_statistics,
+    sync_batch_norm,
+)
 
 WORLD = 4
 
@@ -105,6 +113,58 @@ def destroy_world(rank, world_size):
 def test_group_of_all_ranks_ends_when_it_is_destroyed():
     with Ranks(2) as ranks:
         assert ranks.run(destroy_world) == [True] * 2
+
+
+def use_after_destruction(rank, world_size):
+    layer = SyncBatchNorm(3, process_group=dist.new_group()).double()
+    layer._syncbn = layer._syncbn.with_name("bn1")
+    x = share(rank).requires_grad_()
+    output = layer(x)
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    group = weakref.ref(layer.process_group)
+    dist.destroy_process_group(group())
+    assert group() is None  # though layer, output and gradient live
+    words = f"rank {rank} is to use the process_group '.*', which was destroyed; .*layer 'bn1'"
+    for use in (
+        lambda: layer(x),
+        lambda: layer.process_group,
+        lambda: copy.deepcopy(layer).process_group,
+        lambda: check_synchronized(layer),
+        lambda: recompute_statistics(layer, [x]),
+        output.sum().backward,
+        gradient.sum().backward,
+    ):
+        with pytest.raises(ValueError, match=words):
+            use()
+    assert layer.eval()(x).shape == x.shape
+    with pytest.warns(UserWarning, match="cannot be pickled"):
+        assert pickle.loads(pickle.dumps(layer)).process_group is None
+    layer.process_group = None
+    layer.train()(x).sum().backward()
+    return True
+
+
+def test_layers_and_graphs_of_a_destroyed_group():
+    with Ranks(2) as ranks:
+        assert ranks.run(use_after_destruction) == [True] * 2
+
+
+def hold_after_an_error(rank, world_size):
+    """Whether a rank that has caught an error of a layer still holds the group."""
+    layers = [SyncBatchNorm(channels, process_group=dist.group.WORLD) for channels in (3, 4)]
+    gc.disable()
+    with pytest.raises((ValueError, RuntimeError), match="same channels|withdrew") as error:
+        layers[rank](torch.rand(2, 3 + rank))
+    del error
+    group = weakref.ref(dist.group.WORLD)
+    dist.barrier()
+    dist.destroy_process_group()
+    return group() is not None
+
+
+def test_an_error_that_was_caught_holds_no_group():
+    with Ranks(2) as ranks:
+        assert ranks.run(hold_after_an_error) == [False] * 2
 
 
 def convert_with(rank, world_size, options, environment):

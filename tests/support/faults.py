@@ -13,6 +13,7 @@ import program_faults
 import torch.distributed as dist
 from fault_case import (
     CHECKPOINTED,
+    COMPILED,
     EAGER,
     EVERYWHERE,
     SELDOM,
@@ -50,6 +51,10 @@ def raise_and_destroy_the_group(training, where):
         training.steps_at(where, fail)
     finally:
         dist.destroy_process_group()
+
+
+def hold_group_of_all(training):
+    hold(training, dist.new_group())
 
 
 def catch_and_go_on(training, where):
@@ -93,6 +98,9 @@ def come_late(training, where):
 
 AFTER_MEMORY = "as above; the others wait for it in the next layer"
 
+# A graph that torch 2.15 has compiled holds its group, and so the connections.
+UNCOMPILED = EAGER + CHECKPOINTED
+
 FAULTS = list(program_faults.FAULTS)
 FAULTS += [
     Fault(
@@ -106,16 +114,22 @@ FAULTS += [
         ways=SELDOM,
         waits=True,
     ),
-    Fault(
-        "user-error-destroys",
-        "raises in another layer and calls `destroy_process_group()`",
-        raise_and_destroy_the_group,
-        user_error,
-        loss_of_connection,
-        "go on in a new group",
-        where=ANYWHERE,
-        # A graph that torch 2.15 has compiled holds its group, and so the connections.
-        ways=EAGER + CHECKPOINTED,
+    *(
+        Fault(
+            name,
+            "raises in another layer and calls `destroy_process_group()`",
+            raise_and_destroy_the_group,
+            user_error,
+            loss_of_connection,
+            "go on in a new group",
+            where=ANYWHERE,
+            ways=UNCOMPILED,
+            prepare=prepare,
+        )
+        for name, prepare in (
+            ("user-error-destroys", lambda training: None),
+            ("user-error-destroys-given", hold_group_of_all),
+        )
     ),
     Fault(
         "user-error-caught",
@@ -240,10 +254,6 @@ FAULTS += [
 # Groups.
 
 
-def hold_group_of_all(training):
-    hold(training, dist.new_group())
-
-
 def destroy_group(training, where):
     dist.destroy_process_group(training.model.norm1.process_group)
     training.step()
@@ -254,20 +264,41 @@ def hold_group_of_others(training, where):
     training.step()
 
 
+was_destroyed = Fate(
+    "ValueError: .* was destroyed|RuntimeError: .* torch.distributed does not know",
+    "an error that names the layer and the group",
+)
+
 FAULTS += [
-    Fault(
-        "destroyed-group",
-        "has destroyed the group that its layers hold",
-        destroy_group,
-        Fate(
-            "ValueError: .* was destroyed|RuntimeError: .* torch.distributed does not know",
-            "an error that names the layer and the group",
-        ),
-        communication,
-        "destroy a group after the last step",
-        ways=SELDOM,
-        prepare=hold_group_of_all,
-        waits=True,
+    *(
+        Fault(
+            name,
+            what,
+            destroy_group,
+            was_destroyed,
+            others,
+            "destroy a group after the last step",
+            ways=ways,
+            prepare=hold_group_of_all,
+            waits=others is not loss_of_connection,
+        )
+        for name, what, ways, others in (
+            (
+                "destroyed-group",
+                "has destroyed the group that its layers hold",
+                UNCOMPILED,
+                loss_of_connection,
+            ),
+            (
+                "destroyed-group-compiled",
+                "has destroyed the group that its compiled layers hold",
+                COMPILED,
+                Fate(
+                    communication.pattern,
+                    f"{loss_of_connection.words}; torch 2.15: at the group's timeout",
+                ),
+            ),
+        )
     ),
     Fault(
         "not-a-member",

@@ -113,7 +113,8 @@ class Training:
         return self.run(x)
 
     def step(self):
-        self.forward().square().sum().backward()
+        self.output = self.forward()  # kept until the next step, with its graph, as in most loops
+        self.output.square().sum().backward()
 
     def steps_at(self, where, action):
         """Make a step in which the point does ``action``."""
