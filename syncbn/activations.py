@@ -1,7 +1,6 @@
 """What may follow a normalization: the addition of a residual, and an activation."""
 
 import math
-from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from syncbn import _torch_private
-from syncbn.arguments import Arguments
+from syncbn.arguments import Arguments, is_number
 
 __all__ = [
     "NUMBERS",
@@ -39,7 +38,7 @@ def check_activation(activation: object) -> None:
 
 def check_negative_slope(negative_slope: object) -> None:
     """Raise TypeError unless it is a number, ValueError unless finite and not negative."""
-    if not isinstance(negative_slope, Real) or isinstance(negative_slope, bool):
+    if not is_number(negative_slope):
         raise TypeError(
             f"expected negative_slope to be a number, but got {type(negative_slope).__name__}"
         )

@@ -1,11 +1,13 @@
 """The arguments of a pass besides its input and its group."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from numbers import Real
+from typing import NamedTuple, SupportsFloat, TypeGuard
 
+import torch
 from torch import Tensor
 
-__all__ = ["Arguments"]
+__all__ = ["Arguments", "is_number"]
 
 
 Operands = tuple[
@@ -64,3 +66,10 @@ class Arguments(NamedTuple):
         return self._replace(
             running_mean=None, running_var=None, num_batches_tracked=None, momentum=0.0
         )
+
+
+def is_number(value: object) -> TypeGuard[SupportsFloat]:
+    """Whether a value is a real number, or a tensor without dimensions that holds one."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and (value.is_floating_point() or value.dtype == torch.int64)
+    return isinstance(value, Real) and not isinstance(value, bool)

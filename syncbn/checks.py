@@ -6,13 +6,12 @@ size for one, is never an error in here.
 
 import math
 from collections.abc import Sequence
-from numbers import Real
 
 import torch
 from torch import Tensor
 
 from syncbn import _extension, _torch_private, activations, masks
-from syncbn.arguments import Arguments
+from syncbn.arguments import Arguments, is_number
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _VECTOR_DTYPES = {dtype: (torch.float32, dtype, torch.float64) for dtype in _FLOAT_DTYPES}
@@ -331,7 +330,7 @@ def check_mask(input: Tensor, mask: object) -> None:
 
 def check_eps(eps: object) -> None:
     """Raise TypeError unless ``eps`` is a number, ValueError unless finite and not negative."""
-    if not isinstance(eps, Real) or isinstance(eps, bool):
+    if not is_number(eps):
         raise TypeError(f"expected eps to be a number, but got {type(eps).__name__}")
     if not 0 <= float(eps) < math.inf:
         raise ValueError(f"expected eps to be finite and not negative, but got {eps}")
@@ -339,9 +338,9 @@ def check_eps(eps: object) -> None:
 
 def check_momentum(momentum: object) -> None:
     """Raise TypeError unless ``momentum`` is a number, ValueError unless it is finite."""
-    if not isinstance(momentum, Real) or isinstance(momentum, bool):
+    if not is_number(momentum):
         raise TypeError(f"expected momentum to be a number, but got {type(momentum).__name__}")
-    if not math.isfinite(momentum):
+    if not math.isfinite(float(momentum)):
         raise ValueError(f"expected momentum to be finite, but got {momentum}")
 
 

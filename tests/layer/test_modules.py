@@ -310,6 +310,20 @@ def test_cumulative_average_with_a_bad_batch_is_torchs(when, compile):
     assert ours.running_mean.isfinite().all()
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_numbers_in_tensors_are_numbers_as_for_torchs_layer(training):
+    eps, momentum, slope = torch.tensor(1e-3), torch.tensor(0.25), torch.tensor(0.5)
+    x = make_input((4, 3, 5), "contiguous", torch.float32)
+    theirs = torch.nn.BatchNorm1d(3, eps=eps, momentum=momentum).train(training)
+    options = {"activation": "leaky_relu", "negative_slope": slope}
+    ours = SyncBatchNorm(3, eps=eps, momentum=momentum, **options).train(training)
+    expected = torch.nn.functional.leaky_relu(theirs(x), 0.5)
+    torch.testing.assert_close(ours(x), expected)  # float32 rounding
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    with pytest.raises(TypeError, match="expected momentum to be a number, but got Tensor"):
+        SyncBatchNorm(3, momentum=torch.ones(1))
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float16, torch.float32])
 def test_batch_counter_of_any_dtype(dtype, momentum):
