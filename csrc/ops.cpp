@@ -49,7 +49,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   // needs num_batches_tracked. num_batches_tracked (int64, one element) grows by one. A channel
   // whose running statistics would not be finite in their dtype keeps them as they were, or, where
   // they are a cumulative average, gets NaN. If the whole group is empty nothing is updated. One
-  // value per channel is, with tag_sum or a mask, an error on the CPU.
+  // value per channel is, with tag_sum, an error on the CPU.
   // A count of NaN says that a rank has withdrawn from the pass, and tags that do not add up to
   // tag_sum, where one is given, say that ranks run different passes: on the CPU an error, on CUDA
   // (which never waits for the device) outputs of NaN, no update, and a note in `verdict`.

@@ -17,8 +17,10 @@ from syncbn import _extension as _extension  # registers the operators
 from syncbn import _torch_private, devices, masks
 from syncbn import fakes as fakes  # registers their shapes
 from syncbn import plain as plain  # registers them for all other devices
+from syncbn.plain import ONE_VALUE
 
 __all__ = [
+    "ONE_VALUE",
     "PassesDifferError",
     "WithdrawnError",
     "batch_norm_apply",
@@ -58,7 +60,7 @@ _CLASSES = {
     "CUDA out of memory.": torch.OutOfMemoryError,  # which programs look for
     "another rank of the process group withdrew": WithdrawnError,
     "the ranks of the process group run different passes": PassesDifferError,
-    plain.ONE_VALUE: ValueError,
+    ONE_VALUE: ValueError,
 }
 
 
@@ -95,7 +97,7 @@ def check_more_than_one_value(totals: Tensor, channels: int) -> None:
     """Raise ValueError if sums are of one value per channel, where the host may look at them."""
     can_look = type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
     if can_look and totals[2 * channels] == 1:
-        raise ValueError(plain.ONE_VALUE)
+        raise ValueError(ONE_VALUE)
 
 
 def batch_norm_stats(
@@ -138,8 +140,6 @@ def batch_norm_apply(
     negative_slope and constants, which are written.
     """
     masked = {} if mask is None else _as_keyword(mask, input)
-    if mask is not None and not masked:
-        check_more_than_one_value(totals, input.size(1))
     counter = _as_int64(num_batches_tracked)
     try:
         results: tuple[Tensor, Tensor, Tensor, Tensor] = _writer(_batch_norm_apply)(

@@ -73,6 +73,8 @@ def normalize(
     operands, mask = (*arguments.for_operators(),), arguments.mask
     try:
         if totals is None:
+            if mask is not None and not (mask.is_cuda or mask.is_meta) and mask.sum() == 1:
+                raise ValueError(ops.ONE_VALUE)
             results = ops.batch_norm_forward(input, *operands, *following, mask=mask)
         else:
             judge = exchange.judge_for(totals, group, record)

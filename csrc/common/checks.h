@@ -248,7 +248,7 @@ inline void check_verdict(Verdict verdict) {
                "the ranks of the process group run different passes");
 }
 
-// On the CPU. The layer has looked at the input of a process that is alone and has no mask.
+// On the CPU, of the sums of a group. The layer has looked at the input of a single process.
 inline void check_more_than_one_value(double count) {
   SYNCBN_CHECK(count != 1,
                "Expected more than 1 value per channel when training, got 1 in the whole batch");
