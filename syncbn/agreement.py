@@ -178,6 +178,10 @@ class History:
         self.num_comparisons = 0
         self.sizes_compared: set[int] = set()
         self.verdicts: dict[torch.device, Verdict] = {}
+        # Keys of the store that this rank has written, with the number of the pass.
+        self.keys: deque[tuple[int, str]] = deque()
+        # Whether this rank may be passes ahead of another that has yet to read them, as over NCCL.
+        self.keeps_keys = not self.waits_for_cuda and "cuda" in _torch_private.device_types(group)
         # For withdrawals.settle, over NCCL.
         self.sizes_sent: deque[int] = deque(maxlen=_MAX_AHEAD)
         self.num_settled = 0
@@ -316,6 +320,8 @@ class History:
             return False
         store, key = found
         decision = f"{key}/all turn"
+        self.remember_key(f"{key}/{record.tag:.0f} {self.size}", store)
+        self.remember_key(decision, store)
         if store.add(f"{key}/{record.tag:.0f} {self.size}", 1) == group.size():
             return bool(store.compare_set(decision, "", "yes") == b"yes")
         with contextlib.suppress(RuntimeError):  # the time has passed
@@ -354,7 +360,20 @@ class History:
         if found is None:
             return None
         store, key = found
+        self.remember_key(key, store)
         return Report.parse(store.compare_set(key, "", report.encode()))
+
+    def remember_key(self, key: str, store: Store) -> None:
+        """Note a key that this pass writes, and remove those of passes that all ranks have left.
+
+        This rank has left the collective of the last pass, so all ranks have left the pass before.
+        """
+        if self.keeps_keys:
+            return
+        while self.keys and self.keys[0][0] < self.num_passes - 1:
+            with contextlib.suppress(RuntimeError):  # of stores that cannot
+                store.delete_key(self.keys.popleft()[1])
+        self.keys.append((self.num_passes, key))
 
     def _store_and_key(self, group: ProcessGroup, device: torch.device) -> tuple[Store, str] | None:
         """Return the group's store and the place in it where the ranks meet next.

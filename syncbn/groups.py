@@ -1,5 +1,6 @@
 """Groups of neighboring ranks: made once for each size."""
 
+import contextlib
 import os
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -97,6 +98,9 @@ def _agree(own: int | str, world: ProcessGroup, groups: _Groups) -> None:
         return
     prefix = f"syncbn/group_size/{groups.num_agreements}"
     store.set(f"{prefix}/{world.rank()}", str(own))
+    # All ranks had read those of two agreements ago before they came to the last one.
+    with contextlib.suppress(RuntimeError):  # of stores that cannot
+        store.delete_key(f"syncbn/group_size/{groups.num_agreements - 2}/{world.rank()}")
     if isinstance(own, str):
         return
     for rank in range(world.size()):

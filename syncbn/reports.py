@@ -20,8 +20,9 @@ def write_withdrawal(group: ProcessGroup, history: History, error: BaseException
     store = collectives.store_of(group)
     if store is not None:
         with contextlib.suppress(RuntimeError):
-            report = Report(0, 0, group.rank(), words)
-            store.compare_set(_key(history, "withdrawn"), "", report.encode())
+            report, key = Report(0, 0, group.rank(), words), _key(history, "withdrawn")
+            history.remember_key(key, store)
+            store.compare_set(key, "", report.encode())
     return words
 
 
@@ -44,8 +45,10 @@ def another_pass(group: ProcessGroup, history: History, record: Record) -> Repor
     if store is None:
         return None
     with contextlib.suppress(RuntimeError):
-        first = Report.parse(store.compare_set(_key(history, "first"), "", mine.encode()))
-        second = _key(history, "second")
+        key, second = _key(history, "first"), _key(history, "second")
+        history.remember_key(key, store)
+        history.remember_key(second, store)
+        first = Report.parse(store.compare_set(key, "", mine.encode()))
         if (first.size, first.tag) != (mine.size, mine.tag):
             store.compare_set(second, "", mine.encode())
             return first

@@ -17,6 +17,7 @@ from syncbn import (
     convert_sync_batchnorm,
     exchange,
     ops,
+    recompute_statistics,
     sync_batch_norm,
     withdrawals,
 )
@@ -206,13 +207,21 @@ def test_second_group_of_a_name_is_not_mistaken_for_the_first():
         assert history.enter(record, size, group, CPU) is None
 
 
+class CountingStore(dist.HashStore):
+    requests = 0
+
+    def compare_set(self, *arguments):
+        self.requests += 1
+        return super().compare_set(*arguments)
+
+
 @pytest.mark.parametrize(("num_ranks", "requests"), [(1024, 6), (1025, 2)])
 def test_many_ranks_compare_each_size_once(num_ranks, requests):
-    group = Group(dist.HashStore(), num_ranks)
+    group = Group(CountingStore(), num_ranks)
     history = history_of(group)
     for size in (10, 10, 18, 18, 10, 18):
         history.enter(history.record(Identity(""), "forward"), size, group, CPU)
-    assert group.store.num_keys() == 1 + requests  # one counts the groups of the store
+    assert group.store.requests == requests
 
 
 @pytest.mark.parametrize("words", ["", "with several words"])
@@ -483,3 +492,32 @@ def test_rank_that_goes_on_after_its_own_failure_still_knows_the_others():
         outcomes = ranks.outcomes(run_out_after_the_sum_and_go_on)
     assert [outcome.kind for outcome in outcomes] == ["ValueError"] * 3
     assert all("expected the same channels" in outcome.message for outcome in outcomes)
+
+
+def keys_left(rank, world_size, cause):
+    """The keys in the group's store after some failures or recomputations, and after more."""
+    group = dist.new_group()
+    layers = [SyncBatchNorm(3, process_group=group) for _ in range(2)]
+    for layer, name in zip(layers, ("one", "other"), strict=True):
+        layer._syncbn = layer._syncbn.with_name(name)
+    counts = []
+    for _ in range(2):
+        for _ in range(8):
+            if cause == "recompute":
+                recompute_statistics(layers[0], [torch.rand(4, 3)])
+                continue
+            channels = 3 + rank if cause == "withdrawal" else 3
+            layer = layers[rank if cause == "passes" else 0]
+            with pytest.raises((RuntimeError, ValueError), match=r"withdrew|3 channels|different"):
+                layer(torch.rand(4, channels))
+            layers[0](torch.rand(4, 3))
+        dist.barrier()
+        counts.append(group.get_group_store().num_keys())
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize("cause", ["recompute", "withdrawal", "passes"])
+def test_store_keeps_no_key_of_each_failure(two_ranks, cause):
+    for some, more in two_ranks.run(keys_left, cause):
+        assert some == more
