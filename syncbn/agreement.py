@@ -173,7 +173,9 @@ class History:
         self.sum_messages = collectives.sum_function(group)
         self.num_passes = 0
         self.size = 0  # of this rank's message
-        self.waits_for_cuda = collectives.waits_for_cuda(group)
+        backend = collectives.cuda_backend(group)
+        # Gloo adds up on the CPU: the host waits in a sum of CUDA tensors.
+        self.waits_for_cuda = backend == "gloo"
         self.num_judged = group.size()  # ranks, in the pass that a verdict is of
         self.num_comparisons = 0
         self.sizes_compared: set[int] = set()
@@ -181,7 +183,7 @@ class History:
         # Keys of the store that this rank has written, with the number of the pass.
         self.keys: deque[tuple[int, str]] = deque()
         # Whether this rank may be passes ahead of another that has yet to read them, as over NCCL.
-        self.keeps_keys = not self.waits_for_cuda and "cuda" in _torch_private.device_types(group)
+        self.keeps_keys = backend not in ("", "gloo")
         # For withdrawals.settle, over NCCL.
         self.sizes_sent: deque[int] = deque(maxlen=_MAX_AHEAD)
         self.num_settled = 0

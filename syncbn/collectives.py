@@ -27,6 +27,7 @@ __all__ = [
     "are_equal",
     "checked_group",
     "count_operations",
+    "cuda_backend",
     "destroyed",
     "gather",
     "global_rank",
@@ -42,7 +43,6 @@ __all__ = [
     "start_sum",
     "store_of",
     "sum_function",
-    "waits_for_cuda",
     "world",
 ]
 
@@ -280,12 +280,14 @@ def count_operations(group: ProcessGroup, device: torch.device) -> int:
     return _torch_private.count_operations(group, device)
 
 
-def waits_for_cuda(group: ProcessGroup) -> bool:
-    """Whether the host waits in a sum of CUDA tensors: gloo, which adds up on the CPU, lets it."""
+# Torch 2.15 refuses to compile code that looks at a group's backends.
+@_torch_private.uncompiled
+def cuda_backend(group: ProcessGroup) -> str:
+    """Return the name of the backend for CUDA tensors, such as "gloo"; empty if there is none."""
     try:
-        return _torch_private.backend_name(group, torch.device("cuda")) == "gloo"
+        return _torch_private.backend_name(group, torch.device("cuda"))
     except (AttributeError, RuntimeError):  # no backend for CUDA, or one without a name
-        return False
+        return ""
 
 
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:
