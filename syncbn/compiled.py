@@ -119,7 +119,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         """Return the normalized input; arguments as :func:`syncbn.functional.train`."""
         # A new tensor for each call: the compiler merges calls with equal arguments, such as two
         # layers on one input, and ranks that run uncompiled would wait for the second.
-        call = torch.empty(0)
+        call = torch.empty(0, device="cpu")
         totals: Tensor = torch.ops.syncbn.compiled_stats.default(
             input, group_name, call, identity, mask
         )

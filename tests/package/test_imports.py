@@ -263,6 +263,20 @@ def test_private_names_of_torch_stand_in_one_file(name):
     assert not private - OWN_NAMES
 
 
+# torch's functions that make a tensor on the default device, which is a program's to choose.
+FACTORIES = re.compile(
+    r"torch\.(arange|as_?tensor|as_?array|empty(_strided)?|eye|full|(lin|log)space|ones|rand(int|n|perm)?"
+    r"|scalar_tensor|tensor|zeros|Generator)"
+)
+
+
+@pytest.mark.parametrize("name", MAY_IMPORT)
+def test_new_tensors_name_their_device(name):
+    for node in ast.walk(ast.parse((ROOT / "syncbn" / f"{name}.py").read_text())):
+        if isinstance(node, ast.Call) and FACTORIES.fullmatch(ast.unparse(node.func)):
+            assert "device" in [keyword.arg for keyword in node.keywords], ast.unparse(node)
+
+
 def test_only_collectives_talks_to_torch_distributed():
     users = {
         path.stem
