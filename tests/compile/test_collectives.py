@@ -18,6 +18,10 @@ from compiling import (
     small,
     step,
 )
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from syncbn import convert_sync_batchnorm
 
 # torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
 pytestmark = [
@@ -121,3 +125,23 @@ def train_mixed(rank, world_size, how):
 @pytest.mark.parametrize("how", ["compiled", "compiled later", "compiled, then eager"])
 def test_ranks_may_compile_at_different_times_or_not_at_all(compiling_ranks, how):
     assert compiling_ranks.run(train_mixed, how)[1] > 0
+
+
+def train_with_buckets(rank, world_size):
+    """Only rank 1 compiles; DDP has three buckets, whose ends lie between layers."""
+    torch.manual_seed(0)
+    layers = []
+    for inputs, outputs in [(3, 192), *[(192, 192)] * 5]:
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+    model = convert_sync_batchnorm(nn.Sequential(*layers), dist.new_group())
+    if rank == 1:
+        model = torch.compile(model, backend="aot_eager")
+    model = DistributedDataParallel(model, bucket_cap_mb=2)
+    for seed in range(3):
+        model(batch(rank, (2,), 4, seed).float()).square().sum().backward()
+    return [parameter.grad.sum().item() for parameter in model.parameters()]
+
+
+def test_some_ranks_compile_under_ddp_with_buckets_if_layers_have_their_own_group(compiling_ranks):
+    first, second = compiling_ranks.run(train_with_buckets)
+    assert first == second
