@@ -31,6 +31,7 @@ def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
         and not (alone and input.numel() == input.size(1))
     ):
         return
+    check_local(input)
     check_input(input, arguments.num_features, arguments.dims)
     check_channel_vectors(input, arguments)
     check_running(arguments)
@@ -95,7 +96,7 @@ def _is_ordinary(input: Tensor, arguments: Arguments) -> bool:
     """
     *_, counter, momentum, eps, num_features, residual, activation, _, dims, mask = arguments
     return (
-        isinstance(input, Tensor)
+        (type(input) is Tensor or (isinstance(input, Tensor) and not _is_distributed(input)))
         and not input.is_nested
         and len(shape := input.shape) >= 2
         and (dims is None or len(shape) in dims)
@@ -145,6 +146,20 @@ def _are_others_ordinary(input: Tensor, arguments: Arguments) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def check_local(input: object) -> None:
+    """Raise TypeError for a DTensor, which the operators of training do not take."""
+    if _is_distributed(input):
+        raise TypeError(
+            "expected input to be a local tensor, but got a DTensor; normalize input.to_local() "
+            "with the mesh as process_group, and make a DTensor of the output: "
+            "DTensor.from_local(output, input.device_mesh, input.placements)"
+        )
+
+
+def _is_distributed(input: object) -> bool:
+    return hasattr(input, "to_local")  # not by its class, which takes an import of a second
 
 
 def check_input(

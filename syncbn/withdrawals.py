@@ -95,7 +95,7 @@ def _start(
     return _Started(group, device, words, work, is_late and (has_failed or work is not None))
 
 
-@torch.compiler.disable  # type: ignore[misc]
+@_torch_private.uncompiled
 def _finish(started: _Started) -> None:
     """Wait until the others have heard that this rank withdraws."""
     group, device, words, work, hears_late = started
@@ -148,7 +148,7 @@ def hear(group: ProcessGroup, device: torch.device) -> Settled:
     return Settled("" if report is None else f"rank {report.rank}: {report.words}", "")
 
 
-@torch.compiler.disable  # type: ignore[misc]
+@_torch_private.uncompiled
 def settle(
     group: ProcessGroup,
     device: torch.device,

@@ -145,9 +145,6 @@ def labelled(tensor):
 OPERANDS = ("input", "running_mean", "weight", "residual", "mask")
 
 
-@pytest.mark.works(
-    "inputs of a tensor subclass, such as MONAI's MetaTensor and fastai's TensorImage"
-)
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", OPERANDS)

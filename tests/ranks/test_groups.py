@@ -15,6 +15,8 @@ import torch.distributed as dist
 from cases import make_input
 from ranks import Ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import (
@@ -306,3 +308,23 @@ def test_rank_outside_of_the_mesh():
         *members, outsider = ranks.outcomes(train_outside_of_the_mesh)
     assert members == [(2, 3, 4, 4)] * 2 and outsider.kind == "ValueError"
     assert "rank 2 is not a member of this layer's process_group" in outsider.message
+
+
+def normalize_distributed(rank, world_size):
+    mesh = init_device_mesh("cpu", (world_size,))
+    layer = SyncBatchNorm(3, process_group=mesh).double()
+    x = share(rank)
+    distributed = DTensor.from_local(x, mesh, [Shard(0)])
+    with pytest.raises(TypeError, match=r"a local tensor, but got a DTensor; normalize .*to_local"):
+        layer(distributed)
+    output = layer(distributed.to_local())
+    output = DTensor.from_local(output, distributed.device_mesh, distributed.placements)
+    return output.detach().full_tensor()
+
+
+def test_distributed_tensors_are_an_error_that_says_what_to_do():
+    with Ranks(2) as ranks:
+        whole = torch.cat([share(rank) for rank in range(2)])
+        expected = torch.nn.functional.batch_norm(whole, None, None, training=True)
+        for output in ranks.run(normalize_distributed):
+            torch.testing.assert_close(output, expected)  # float64, default tolerances
