@@ -19,7 +19,7 @@ PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13 3.14,$(if $(shell python$v -V 2>/dev/
 
 BIN := $(VENV)/bin
 TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
-SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* syncbn/*.py*)
+SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* syncbn/*.py* syncbn/*/*.py)
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.h csrc/*/*/*.cu \
     tests/emulation/*.cpp tests/emulation/*.h tests/emulation/*/*.cpp tests/emulation/*/*.h \
     tests/sanitizer/*.cpp benchmarks/*.cpp)

@@ -17,7 +17,7 @@ from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 import syncbn
 from benchmarks.cases import Case
 from benchmarks.layer import parameter_dtype
-from syncbn import collectives
+from syncbn.distributed import collectives
 
 
 class TorchLayer(nn.SyncBatchNorm):

@@ -17,7 +17,7 @@ from benchmarks.rows import RESULTS, Row, write
 from benchmarks.scaling import scaling_rows
 from benchmarks.stamp import device_slug, stamp
 from benchmarks.timings import ALLOCATORS
-from syncbn import _extension
+from syncbn.ops import _extension
 
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build" / "benchmarks"

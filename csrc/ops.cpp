@@ -12,7 +12,7 @@
 //                gradients are 0 there. None is true everywhere.
 //   statistics   (message, totals, mean, invstd, count, sums) are contiguous float64.
 //   tag, outlook, tag_sum
-//                what ranks announce to each other, see syncbn/agreement.py. With a tag, a message
+//                what ranks announce to each other, see syncbn/distributed/protocol.py. With a tag, a message
 //                has the length 2C+4 in both directions: 2C sums, the count (backward 0), the tag,
 //                the outlook and its square.
 // All tensors are on one device. Nothing synchronizes with the host on CUDA. Results do not

@@ -1,13 +1,13 @@
 """Synchronized batch normalization for PyTorch: a drop-in for torch.nn.SyncBatchNorm."""
 
-from syncbn._extension import build_info
 from syncbn.convert import convert_sync_batchnorm, revert_sync_batchnorm
-from syncbn.frozen import freeze_statistics, unfreeze_statistics
 from syncbn.functional import sync_batch_norm
-from syncbn.fusion import explain_fusion, fuse_activations
+from syncbn.fusion.fuse import explain_fusion, fuse_activations
 from syncbn.modules import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
-from syncbn.statistics import recompute_statistics
-from syncbn.synchrony import check_synchronized
+from syncbn.ops._extension import build_info
+from syncbn.utils.consistency import check_synchronized
+from syncbn.utils.freeze import freeze_statistics, unfreeze_statistics
+from syncbn.utils.precise_bn import recompute_statistics
 
 __all__ = [
     "SyncBatchNorm",

@@ -6,7 +6,7 @@ import sys
 import torch
 import torch.distributed as dist
 
-from syncbn._extension import build_info, cuda_missing, device_types
+from syncbn.ops._extension import build_info, cuda_missing, device_types
 
 
 def collect_env() -> dict[str, str]:

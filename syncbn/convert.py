@@ -1,27 +1,168 @@
 """Conversion of a model's batch normalization layers, and the way back."""
 
+import copyreg
+import functools
 import inspect
 import sys
 import types
 import warnings
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
-from torch import nn
+import torch.fx
+from torch import Tensor, nn
 
 # From their own module: a program may have bound the names of torch.nn to something else.
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
-from syncbn import _torch_private, collectives, fused, groups, subclasses
-from syncbn._torch_private import BatchNormBase
-from syncbn.collectives import DeviceMesh, ProcessGroup
-from syncbn.modules import LayerState, ModuleT, SyncBatchNorm, SyncBatchNormAct
-from syncbn.reverted import BatchNorm
+from syncbn import _compat
+from syncbn._compat import BatchNormBase
+from syncbn.distributed import collectives, groups
+from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
+from syncbn.modules import (
+    BatchNorm,
+    LayerState,
+    ModuleT,
+    PlainSyncBatchNorm,
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+    SyncBatchNormAct,
+    record_call,
+)
 
-__all__ = ["check_module", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+__all__ = [
+    "convert_sync_batchnorm",
+    "derive",
+    "is_derived",
+    "revert_sync_batchnorm",
+    "synchronized",
+]
+
+
+_OF_PLAIN: dict[type[nn.Module], type[SyncBatchNorm]] = {
+    BatchNormBase: SyncBatchNorm,
+    BatchNorm: SyncBatchNorm,
+    BatchNorm1d: SyncBatchNorm1d,
+    BatchNorm2d: SyncBatchNorm2d,
+    BatchNorm3d: SyncBatchNorm3d,
+}
+_DIMS = {getattr(cls, _compat.INPUT_CHECK): ours._syncbn_dims for cls, ours in _OF_PLAIN.items()}
+
+
+class _Derived(SyncBatchNorm):
+    """What generated classes have in common."""
+
+    def __init_subclass__(cls) -> None:
+        """Tell no base class: one that keeps a list of its subclasses expects a program's."""
+
+    def _syncbn_forward(self, *arguments: Any) -> Tensor:
+        if not _compat.is_exporting():  # which refuses side effects
+            self._syncbn.reached = True
+        return super()._syncbn_forward(*arguments)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *state = reduced
+        if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return make, arguments, *state  # the user's class has its own way
+        cls: Any = type(self)
+        return _new, (cls._syncbn_original, *cls.__bases__[1:]), *state
+
+
+def _new(*classes: type[nn.Module]) -> nn.Module:
+    cls = derive(*classes)
+    return cls.__new__(cls)
+
+
+_made: dict[tuple[type[nn.Module], ...], type[SyncBatchNorm]] = {}
+
+
+def derive(original: type[nn.Module], *bases: type[nn.Module]) -> type[SyncBatchNorm]:
+    """Return the synchronized class of ``original`` that has these bases: always the same."""
+    key = (original, *bases)
+    if key not in _made:
+        input_check = getattr(original, _compat.INPUT_CHECK)
+        names = {
+            "__module__": original.__module__,
+            "__doc__": f"{original.__name__} with the statistics of the whole batch.",
+            "_syncbn_original": original,
+            "_syncbn_dims": _DIMS.get(input_check),
+            _compat.INPUT_CHECK: input_check,
+        }
+        name = "Sync" + original.__name__.removeprefix("Sync")
+        derived: Any = types.new_class(
+            name, (_Derived, *bases), exec_body=lambda body: body.update(names)
+        )
+        if _has_users_forward(bases[0]):
+            derived.forward = _watched(original, derived)
+        _made[key] = derived
+    return _made[key]
+
+
+def _watched(original: type[nn.Module], derived: type[SyncBatchNorm]) -> Callable[..., Any]:
+    """Return the class's forward, as one node in symbolic tracing; it warns if ours is not run."""
+
+    @functools.wraps(original.forward)
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
+            recorded = record_call(layer, forward, *args, **kwargs)
+            if recorded is not None:
+                return recorded
+        if _compat.is_exporting():
+            return super(derived, layer).forward(*args, **kwargs)
+        state = layer._syncbn
+        state.reached = False
+        output = super(derived, layer).forward(*args, **kwargs)
+        if layer.training and not state.reached:
+            _warn_of_local_statistics(original.__name__, state.identity.name)
+        return output
+
+    return forward
+
+
+@_compat.constant_in_graphs
+def _warn_of_local_statistics(cls: str, name: str) -> None:
+    warnings.warn(
+        f"the layer {name!r} is a {cls} that normalizes by itself in training: its forward did not "
+        "call super().forward, so its statistics are this rank's alone. Call that in it, or "
+        "convert the model without this layer",
+        stacklevel=3,
+    )
+
+
+def synchronized(layer: nn.Module) -> type[SyncBatchNorm] | None:
+    """Return the synchronized class of a batch normalization layer's; None where there is none.
+
+    There is none where an attribute ``process_group`` of the program's own would be hidden, nor of
+    a parametrized layer, to which torch gives the first base of its class back.
+    """
+    cls = type(layer)
+    has_own_activation = any(hasattr(layer, name) for name in ("activation", "negative_slope"))
+    if cls is BatchNorm or (cls in _OF_PLAIN and not has_own_activation):
+        return _OF_PLAIN[cls]
+    if hasattr(cls, "process_group") or is_parametrized(layer):
+        return None
+    torchs = next(base for base in cls.__mro__ if base in _OF_PLAIN)
+    users = () if cls in _OF_PLAIN else (cls,)
+    plain = (PlainSyncBatchNorm,) if _has_users_forward(cls) or has_own_activation else ()
+    return derive(cls, *users, *plain, _OF_PLAIN[torchs])
+
+
+def is_derived(cls: type) -> bool:
+    """Whether the class has been made here."""
+    return issubclass(cls, _Derived)
+
+
+def _has_users_forward(cls: type) -> bool:
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    return not owner.__module__.startswith(("torch.nn.modules.", "syncbn."))
+
 
 _TORCHS_CLASSES = (BatchNormBase, BatchNorm1d, BatchNorm2d, BatchNorm3d)
 
@@ -99,7 +240,7 @@ def convert_sync_batchnorm(
         >>> type(model[1])
         <class 'syncbn.modules.SyncBatchNorm2d'>
     """
-    check_module(module)
+    _compat.check_module(module)
     process_group = collectives.checked_group(process_group)
     if group_size is not None:
         if process_group is not None:
@@ -167,7 +308,7 @@ def _patched_classes(classes: list[type[SyncBatchNorm] | None]) -> list[type[nn.
     """Return torch's classes, of those that the layers have, whose forward is not torch's code."""
     of_layers = {base for cls in classes if cls is not None for base in cls.__mro__}
     torchs = [cls for cls in _TORCHS_CLASSES if cls in of_layers and "forward" in vars(cls)]
-    return [cls for cls in torchs if not _torch_private.is_code_of_batch_norm(cls.forward)]
+    return [cls for cls in torchs if not _compat.is_code_of_batch_norm(cls.forward)]
 
 
 @overload
@@ -204,20 +345,18 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         >>> type(revert_sync_batchnorm(convert_sync_batchnorm(nn.BatchNorm2d(8)))).__name__
         'BatchNorm2d'
     """
-    check_module(module)
+    _compat.check_module(module)
     layers, left_alone = _modules_to_visit(
         module, lambda layer, _: _is_synchronized(layer) and not _is_plain(layer)
     )
     for name, layer in layers:
-        block = _torch_private.compiled_original(layer) or layer
-        if isinstance(block, fused.FusedBlock) and (
-            block is not layer or _torch_private.is_compiled(block)
-        ):
+        block = _compat.compiled_original(layer) or layer
+        if _undo_of(block) is not None and (block is not layer or _compat.is_compiled(block)):
             raise ValueError(
                 f"the module {name!r} has been fused and then compiled by itself, so that its old "
                 "code would go on to run; revert the model first and compile after that"
             )
-    fused.unfuse(module)
+    _undo_fusion(module)
     for _, layer in layers:
         if isinstance(layer, SyncBatchNorm):
             _desynchronize(layer)
@@ -244,10 +383,21 @@ def _desynchronize(layer: SyncBatchNorm) -> None:
     layer.__class__ = cls  # type: ignore[assignment]
 
 
-def check_module(module: object) -> None:
-    """Raise TypeError unless it is a module."""
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}")
+def _undo_of(module: nn.Module | None) -> Callable[[Any], nn.Module] | None:
+    """Return the method of a module that fusion has made which gives back the module before."""
+    return getattr(type(module), "_syncbn_undo", None)
+
+
+def _undo_fusion(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        undo = _undo_of(module)
+        if undo is not None:
+            undo(module)
+        children = _compat.children(module)
+        for name, child in children.items():
+            undo = _undo_of(child)
+            if undo is not None:
+                children[name] = undo(child)
 
 
 def _modules_to_visit(
@@ -269,7 +419,7 @@ def _modules_to_visit(
             left_alone.append((name, module))
             return
         layers.append((name, module))
-        for child_name, child in _torch_private.children(module).items():
+        for child_name, child in _compat.children(module).items():
             if child is not None:
                 visit(child, f"{name}.{child_name}" if name else child_name)
 
@@ -306,7 +456,7 @@ def _left_alone_message(layer: nn.Module, name: str, consequence: str) -> str:
 
 
 # Names that a subclass may define and still be the layer it derives from.
-_HARMLESS = {"__init__", _torch_private.INPUT_CHECK, "extra_repr"}
+_HARMLESS = {"__init__", _compat.INPUT_CHECK, "extra_repr"}
 # Made by Python 3.14 for annotations.
 _HARMLESS |= {"__annotate__", "__annotate_func__"}
 
@@ -315,7 +465,7 @@ def _is_plain(layer: nn.Module) -> bool:
     """Whether the layer does what one of torch's or our own classes does, and nothing else."""
     if "forward" in vars(layer):  # replaced on the instance
         return False
-    if subclasses.is_derived(type(layer)):
+    if is_derived(type(layer)):
         return True
     for cls in type(layer).__mro__:
         if cls.__module__ in ("builtins", "typing"):
@@ -355,8 +505,8 @@ def _sync_class(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
     try:
         timms = _timms_class(layer)
         if timms is not None:
-            return subclasses.derive(timms, SyncBatchNormAct, timms)
-        return subclasses.synchronized(layer)
+            return derive(timms, SyncBatchNormAct, timms)
+        return synchronized(layer)
     except Exception as error:  # of the code that a metaclass runs
         raise TypeError(
             f"the layer {name!r} is a {type(layer).__name__}, and no class can derive from that: "
@@ -375,7 +525,7 @@ def _cannot_synchronize(layer: nn.Module, name: str) -> bool:
 
 def _timms_class(layer: nn.Module) -> type[nn.Module] | None:
     """Return timm's ``BatchNormAct2d`` if the layer is one or was one before timm's converter."""
-    cls, children = type(layer), _torch_private.children(layer)
+    cls, children = type(layer), _compat.children(layer)
     if cls.__module__.startswith("timm.") and {"drop", "act"} <= children.keys():
         if cls.__name__ == "BatchNormAct2d":
             return cls

@@ -8,31 +8,18 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from syncbn import (
-    _torch_private,
-    activations,
-    agreement,
-    checks,
-    collectives,
-    compiled,
-    devices,
-    errors,
-    exchange,
-    exported,
-    layout,
-    local,
-    masks,
-    passes,
-    reference,
-    tracing,
-)
-from syncbn.activations import Through
-from syncbn.agreement import Record
-from syncbn.arguments import Arguments
-from syncbn.collectives import DeviceMesh, GroupReference, ProcessGroup
-from syncbn.identity import ANONYMOUS, Identity, Layer, identity_of
+from syncbn import _autograd, _compat
+from syncbn.distributed import collectives, errors, protocol, sync
+from syncbn.distributed.collectives import DeviceMesh, GroupReference, ProcessGroup
+from syncbn.distributed.layer_id import ANONYMOUS, Identity, Layer, identity_of
+from syncbn.distributed.protocol import Record
+from syncbn.graph import export, inductor
+from syncbn.ops import aten, checks, epilogue, masks, reference, tensors
+from syncbn.ops.arguments import Arguments
+from syncbn.ops.epilogue import Through
 
 __all__ = ["sync_batch_norm"]
+
 
 is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
 
@@ -142,38 +129,38 @@ def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> T
     if isinstance(input, torch.fx.Proxy) or is_tracing():
         mask, by_batch = arguments.mask, arguments.running_mean is None
         if mask is None:
-            output = local.batch_norm(input, arguments, training=by_batch)
-            return activations.follow(output, arguments)
+            output = aten.batch_norm(input, arguments, training=by_batch)
+            return epilogue.follow(output, arguments)
         if by_batch:
             return evaluate_masked(input, arguments)
         if arguments.residual is not None:
             residual = masks.clear_given(arguments.residual, mask)
             arguments = arguments._replace(residual=residual)
-        output = local.batch_norm(masks.clear_given(input, mask), arguments, training=False)
-        return masks.clear_given(activations.follow(output, arguments), mask)
+        output = aten.batch_norm(masks.clear_given(input, mask), arguments, training=False)
+        return masks.clear_given(epilogue.follow(output, arguments), mask)
     try:
         checks.check_evaluation(input, arguments)
     except (TypeError, ValueError) as error:
         raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
     if arguments.mask is not None:
         return evaluate_masked(input, arguments)
-    return activations.follow(local.evaluate(input, arguments), arguments)
+    return epilogue.follow(aten.evaluate(input, arguments), arguments)
 
 
 def evaluate_masked(input: Tensor, arguments: Arguments) -> Tensor:
     """Do as :func:`evaluate`, with a mask among the arguments, which have been checked."""
     if arguments.mask is None:  # a placeholder of symbolic tracing
-        return activations.follow(local.evaluate(input, arguments), arguments)
+        return epilogue.follow(aten.evaluate(input, arguments), arguments)
     mask, residual = masks.as_places(arguments.mask, input), arguments.residual
     if residual is not None:
         arguments = arguments._replace(residual=masks.clear(residual, mask))
     if arguments.running_mean is None:  # torch's operator would count all places
         weight, bias, *_ = arguments
         output = reference.batch_norm(input, weight, bias, arguments.eps, mask=mask)
-        output = layout.cast(output, input.dtype)
+        output = tensors.cast(output, input.dtype)
     else:
-        output = local.evaluate(masks.clear(input, mask), arguments)
-    return masks.clear(activations.follow(output, arguments), mask)
+        output = aten.evaluate(masks.clear(input, mask), arguments)
+    return masks.clear(epilogue.follow(output, arguments), mask)
 
 
 torch.fx.wrap("evaluate_masked")  # it looks at shapes, which symbolic tracing does not know
@@ -189,7 +176,7 @@ def train(
     """Normalize by the group's batch statistics and update the running ones.
 
     ``layer`` names the layer in errors. ``observe``, where nothing traces, is called with the sums
-    over all ranks, float64 on the CPU: for :mod:`syncbn.statistics`.
+    over all ranks, float64 on the CPU: for :mod:`syncbn.utils.precise_bn`.
     """
     try:
         group = collectives.resolve_group(process_group)
@@ -197,44 +184,44 @@ def train(
         raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
     # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
     # this one calls, and they would find a compiler.
-    if torch.compiler.is_compiling() and not _torch_private.is_exporting():
-        if isinstance(input, Tensor) and not devices.has_float64(input.device):
+    if torch.compiler.is_compiling() and not _compat.is_exporting():
+        if isinstance(input, Tensor) and not tensors.has_float64(input.device):
             return _train_uncompiled(  # type: ignore[no-any-return]
                 input, arguments, process_group, layer, observe
             )
-        return compiled.train(input, arguments, group, layer)
-    if tracing.is_recorded():
-        return exported.train(input, arguments, group, identity_of(layer))
+        return inductor.train(input, arguments, group, layer)
+    if _compat.is_recorded():
+        return export.train(input, arguments, group, identity_of(layer))
     # A tensor of a subclass decides, as it does for F.batch_norm. By default this function runs
     # again, and in it the subclass is a tensor like another; then the output becomes one of it.
-    tensors = (input, *arguments[:5], arguments.residual, arguments.mask)
-    if torch.overrides.has_torch_function(tensors):
+    operands = (input, *arguments[:5], arguments.residual, arguments.mask)
+    if torch.overrides.has_torch_function(operands):
         return torch.overrides.handle_torch_function(  # type: ignore[no-any-return]
-            train, tensors, input, arguments, process_group, layer, observe
+            train, operands, input, arguments, process_group, layer, observe
         )
     identity = identity_of(layer)
     if group is not None and process_group is not None:
         try:
-            agreement.check_not_destroyed(group)
+            protocol.check_not_destroyed(group)
         except ValueError as error:
             raise errors.with_layer_and_rank(error, identity, group) from None
     totals: Tensor | None = None
     record: Record | None = None
     mask = arguments.mask
     if mask is not None:
-        mask = exchange.check(input, arguments, group, identity)
+        mask = sync.check(input, arguments, group, identity)
         arguments = arguments._replace(mask=mask)
     if group is None and observe is None:
-        dense = passes.enter_alone(input, arguments, identity)
+        dense = _autograd.enter_alone(input, arguments, identity)
     else:
-        dense, totals, record = exchange.sum_statistics(input, group, identity, arguments, mask)
+        dense, totals, record = sync.sum_statistics(input, group, identity, arguments, mask)
         if observe is not None:
-            observe(exchange.judge_now(totals, group, record))
+            observe(sync.judge_now(totals, group, record))
     weight, bias, *_ = arguments
     residual = arguments.residual
     if residual is not None:
-        residual = layout.as_dense(residual, like=dense)
-    applied: Tensor = _torch_private.apply_function(
+        residual = tensors.as_dense(residual, like=dense)
+    applied: Tensor = _compat.apply_function(
         SyncBatchNormFunction,
         dense,
         weight,
@@ -255,7 +242,7 @@ def _train(input: Tensor, *others: Any) -> Tensor:
 
 
 _NO_FLOAT64 = "its device has no float64, in which a graph would hold its statistics"
-_train_uncompiled = _torch_private.uncompiled(_train, _NO_FLOAT64)
+_train_uncompiled = _compat.uncompiled(_train, _NO_FLOAT64)
 
 torch.fx.wrap("train")  # symbolic tracing records the call
 
@@ -288,11 +275,11 @@ class SyncBatchNormFunction(torch.autograd.Function):
         activation = ctx.activation = arguments.activation
         constants = None
         if activation is not None:
-            place = input.device if input.is_cpu else devices.of_statistics(input.device)
+            place = input.device if input.is_cpu else tensors.of_statistics(input.device)
             constants = input.new_empty(2 * input.size(1), dtype=torch.float64, device=place)
         if residual is not arguments.residual:
             arguments = arguments._replace(residual=residual)
-        output, mean, invstd, count = passes.normalize(
+        output, mean, invstd, count = _autograd.normalize(
             input, totals, arguments, group, layer, record, constants
         )
         # Never the running statistics or, but for SiLU's higher derivatives, the bias: they may
@@ -328,13 +315,13 @@ class SyncBatchNormFunction(torch.autograd.Function):
         mask, through = saved[5], None
         if ctx.activation is not None:
             through = Through(ctx.activation, ctx.negative_slope, *saved[6:])
-        with _torch_private.without_torch_function():  # of subclasses, as in forward
-            gradients = passes.backward(
+        with _compat.without_torch_function():  # of subclasses, as in forward
+            gradients = _autograd.backward(
                 grad_output,
                 saved[:5],
                 ctx.bias_dtype,
                 ctx.eps,
-                exchange.group_held(ctx.group, ctx.layer),
+                sync.group_held(ctx.group, ctx.layer),
                 ctx.layer,
                 ctx.needs_input_grad[0],
                 through,

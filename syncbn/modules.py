@@ -1,36 +1,31 @@
 """The layers: torch.nn.SyncBatchNorm's constructor, state and behavior over our operators."""
 
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 import torch.fx
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 # From their own module: a program may have bound the names of torch.nn to something else.
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
-from syncbn import (
-    _torch_private,
-    activations,
-    checks,
-    collectives,
-    errors,
-    exchange,
-    functional,
-    masks,
-)
-from syncbn._torch_private import BatchNormBase
-from syncbn.arguments import Arguments
-from syncbn.collectives import DeviceMesh, GroupReference, ProcessGroup
-from syncbn.foreign_converters import WarnOnForeignConversion
-from syncbn.identity import Identity, Layer
+from syncbn import _compat, functional
+from syncbn._compat import BatchNormBase
+from syncbn.distributed import collectives, errors, sync
+from syncbn.distributed.collectives import DeviceMesh, GroupReference, ProcessGroup
+from syncbn.distributed.layer_id import Identity, Layer
+from syncbn.ops import checks, epilogue, masks
+from syncbn.ops.arguments import Arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "BatchNorm",
     "LayerState",
     "ModuleT",
     "PlainSyncBatchNorm",
@@ -39,8 +34,126 @@ __all__ = [
     "SyncBatchNorm2d",
     "SyncBatchNorm3d",
     "SyncBatchNormAct",
+    "WarnOnForeignConversion",
     "record_call",
 ]
+
+
+class WarnOnForeignConversion:
+    """The class attribute ``qconfig`` of a layer, which behaves as if it did not exist.
+
+    The functions ``convert_sync_batchnorm`` of torch, timm and MMEngine make torch's layer of any
+    ``_BatchNorm``, ours among them. They call nothing of the layer; that each asks whether it has
+    a ``qconfig`` is the only thing to notice them by. Quantization asks for it too, so the name of
+    the function that asks decides.
+    """
+
+    def __get__(self, layer: object, owner: type) -> Any:
+        """Raise AttributeError, after a warning if a converter asks."""
+        asking = caller = sys._getframe(1)
+        converters = 0
+        while caller.f_code.co_name == "convert_sync_batchnorm" and caller.f_back is not None:
+            caller = caller.f_back
+            converters += 1
+        if converters:
+            warnings.warn(
+                f"convert_sync_batchnorm of {asking.f_globals['__name__']} replaces syncbn's "
+                "layers by torch.nn.SyncBatchNorm, without the activation of those that have one. "
+                "Leave out this call, or your framework's switch that makes it; "
+                "docs/integrations.md of syncbn says what to write instead. If you want torch's "
+                "layers, call syncbn.revert_sync_batchnorm first",
+                stacklevel=converters + 2,
+            )
+        raise AttributeError("qconfig")
+
+
+is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
+
+
+def _normalize_valid(
+    input: Tensor,
+    places: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
+) -> Tensor:
+    """Return what torch's operator makes of the valid values [n, C], each at its place."""
+    rows = input.movedim(1, -1)
+    valid = places.movedim(1, -1).expand_as(rows[..., :1]).squeeze(-1)
+    output = torch.zeros_like(rows)
+    values = rows[valid]
+    if values.size(0) > 0:
+        output[valid] = F.batch_norm(
+            values, running_mean, running_var, weight, bias, True, momentum, eps
+        )
+    return output.movedim(-1, 1)
+
+
+class BatchNorm(BatchNormBase):
+    """Batch normalization of this process alone, for 2 or more dimensions.
+
+    Made by :func:`syncbn.revert_sync_batchnorm` of a layer that was built as a SyncBatchNorm or
+    has an activation of its own, which stays.
+    """
+
+    # No defaults of the class, which would hide a module that is set in their place.
+    activation: str | None
+    negative_slope: float
+
+    def extra_repr(self) -> str:
+        """Return the arguments, those of torch's layer and what follows the normalization."""
+        text: str = super().extra_repr()
+        return text + epilogue.describe(self.activation, self.negative_slope)
+
+    def forward(
+        self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Normalize ``input``, add ``residual`` and apply the activation.
+
+        Where the bool ``mask``, (N, ...) or (N, 1, ...), is false, values count in nothing, and the
+        output is 0.
+        """
+        # As torch's forward, which TorchScript cannot call from here.
+        self._check_input_dim(input)
+        momentum = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1 if mask is None else int(mask.any()))
+            if self.momentum is None:  # at 0 nothing is valid, and nothing moves
+                momentum = 1.0 / max(float(self.num_batches_tracked), 1.0)
+        has_running = self.track_running_stats or not self.training
+        running_mean = self.running_mean if has_running else None
+        running_var = self.running_var if has_running else None
+        by_batch = self.training or (self.running_mean is None and self.running_var is None)
+        weight, bias, eps = self.weight, self.bias, self.eps
+        places = mask
+        if places is not None:
+            places = places if places.dim() == input.dim() else places.unsqueeze(1)
+            input = torch.where(places, input, 0.0)
+            residual = residual if residual is None else torch.where(places, residual, 0.0)
+        if places is not None and by_batch:
+            output = _normalize_valid(
+                input, places, running_mean, running_var, weight, bias, momentum, eps
+            )
+        else:
+            output = F.batch_norm(
+                input, running_mean, running_var, weight, bias, by_batch, momentum, eps
+            )
+        if residual is not None:
+            output = output + residual
+        output = epilogue.activate(output, self.activation, self.negative_slope)
+        return output if places is None else torch.where(places, output, 0.0)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        # TorchScript does not look into this block, as it would with one condition for both.
+        if not is_scripting():  # noqa: SIM102
+            if isinstance(input, torch.fx.Proxy):  # symbolic tracing has no values to check
+                return
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -60,7 +173,7 @@ def record_call(
     values = (*arguments, *keywords.values())
     tracer: Any = next(value.tracer for value in values if isinstance(value, torch.fx.Proxy))
     own_forward = type(layer).forward is not forward or "forward" in vars(layer)
-    if own_forward or tracer.root is layer or _torch_private.has_forward_hooks(layer):
+    if own_forward or tracer.root is layer or _compat.has_forward_hooks(layer):
         return None
     name = tracer.path_of_module(layer)
     return tracer.create_proxy("call_module", name, arguments, keywords)
@@ -206,8 +319,8 @@ class SyncBatchNorm(BatchNormBase):
         activation: str | None = None,
         negative_slope: float = 0.01,
     ) -> None:
-        activations.check_activation(activation)
-        activations.check_negative_slope(negative_slope)
+        epilogue.check_activation(activation)
+        epilogue.check_negative_slope(negative_slope)
         checks.check_eps(eps)
         if momentum is not None:
             checks.check_momentum(momentum)
@@ -223,7 +336,7 @@ class SyncBatchNorm(BatchNormBase):
     @property
     def process_group(self) -> ProcessGroup | None:
         """The ranks that share a batch; None is all of them; ValueError for a destroyed group."""
-        return exchange.group_held(self._syncbn.group, self._syncbn.identity)
+        return sync.group_held(self._syncbn.group, self._syncbn.identity)
 
     @process_group.setter
     def process_group(self, given: ProcessGroup | DeviceMesh | None) -> None:
@@ -255,7 +368,7 @@ class SyncBatchNorm(BatchNormBase):
         text: str = super().extra_repr()
         if not self._syncbn_takes_activation:
             return text
-        return text + activations.describe(self.activation, self.negative_slope)
+        return text + epilogue.describe(self.activation, self.negative_slope)
 
     def forward(
         self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
@@ -281,14 +394,14 @@ class SyncBatchNorm(BatchNormBase):
         state = self._syncbn
         layer: Layer = state.identity
         if torch.compiler.is_compiling():
-            if self.training and not state.fits_graph and not _torch_private.is_exporting():
+            if self.training and not state.fits_graph and not _compat.is_exporting():
                 return _run_uncompiled(  # type: ignore[no-any-return]
                     self, input, residual, activation, negative_slope, mask
                 )
             layer = self
         if isinstance(input, torch.fx.Proxy):
             layer = state.identity.name
-        weight, bias, running_mean, running_var, counter = _torch_private.vectors_of(self)
+        weight, bias, running_mean, running_var, counter = _compat.vectors_of(self)
         if self.training and not self.track_running_stats:
             running_mean = running_var = None
         if not (self.training and self.track_running_stats):
@@ -348,7 +461,7 @@ def _run(layer: SyncBatchNorm, *arguments: Any) -> Tensor:
 
 
 _NO_NAME = "its process group has no name, which a graph would hold"
-_run_uncompiled = _torch_private.uncompiled(_run, _NO_NAME)
+_run_uncompiled = _compat.uncompiled(_run, _NO_NAME)
 
 
 def _check_for_torchs_forward(layer: SyncBatchNorm, input: Tensor) -> None:
@@ -459,5 +572,5 @@ class SyncBatchNormAct(SyncBatchNorm):
 
     def fused_activation(self) -> tuple[str, float] | None:
         """Return the activation and slope that ``act`` is for the layer; None if it runs itself."""
-        is_dropping = type(self.drop) is not nn.Identity or _torch_private.has_hooks(self.drop)
-        return None if is_dropping or self.activation else activations.of_module(self.act)
+        is_dropping = type(self.drop) is not nn.Identity or _compat.has_hooks(self.drop)
+        return None if is_dropping or self.activation else epilogue.of_module(self.act)

@@ -13,7 +13,7 @@ import torch
 from ranks import Ranks
 from recorder import Recorder
 
-from syncbn import _extension
+from syncbn.ops import _extension
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

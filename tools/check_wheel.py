@@ -41,7 +41,7 @@ def python_of(wheel: Path) -> str:
 
 def missing_files(wheel: Path) -> list[str]:
     """Return the files of the package that are not in the wheel."""
-    expected = {f"syncbn/{path.name}" for path in (ROOT / "syncbn").glob("*.py*") if path.is_file()}
+    expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "syncbn").rglob("*.py*")}
     expected |= {"syncbn/py.typed", f"syncbn/_C.{python_of(wheel)}-x86_64-linux-gnu.so"}
     return sorted(expected - set(zipfile.ZipFile(wheel).namelist()))
 

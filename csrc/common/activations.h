@@ -13,7 +13,7 @@
 
 namespace syncbn {
 
-// The numbers are those of the schemas, and of NUMBERS in syncbn/activations.py.
+// The numbers are those of the schemas, and of NUMBERS in syncbn/ops/epilogue.py.
 enum class Activation { kNone = 0, kRelu = 1, kLeakyRelu = 2, kSilu = 3 };
 constexpr int kNumActivations = 4;
 

@@ -24,12 +24,7 @@ from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import (
-    SyncBatchNorm,
-    convert_sync_batchnorm,
-    revert_sync_batchnorm,
-    sync_batch_norm,
-)
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm, sync_batch_norm
 
 # torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
 pytestmark = [

@@ -12,7 +12,7 @@ import torch
 from paths import ROOT
 
 import syncbn
-from syncbn import _extension, plain
+from syncbn.ops import _extension, fallback
 
 PACKAGE = Path(syncbn.__file__).parent
 OPERATORS = (
@@ -148,12 +148,12 @@ def test_torch_without_cuda_loads_the_cpu_operators_and_says_so(prepare, words):
 
 
 def test_announcement_of_cuda_tensors_without_operators_gives_the_reason(monkeypatch):
-    monkeypatch.setattr(plain, "_announced", False)
+    monkeypatch.setattr(fallback, "_announced", False)
     monkeypatch.setattr(_extension, "cuda_missing", "it was built without them")
     with pytest.warns(
         UserWarning, match="no operators for 'cuda'.*built without them.*collect_env"
     ):
-        plain._announce(torch.device("cuda"))
+        fallback._announce(torch.device("cuda"))
 
 
 def configure(tmp_path, setting, nvcc=None, prepare=""):

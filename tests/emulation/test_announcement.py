@@ -5,7 +5,7 @@ import torch
 from cases import make_input, reference_moments
 from emulated import Device, on_all_devices
 
-from syncbn import exchange
+from syncbn.distributed import sync
 
 TAG, OUTLOOK = 77.0, 12.0
 SHAPES = [(5, 3), (40, 300), (2, 3, 101, 103), (0, 3)]  # whole and split over blocks
@@ -80,11 +80,11 @@ def test_no_verdict_is_asked_for(library):
 @pytest.mark.parametrize("what", ["sound", "withdrawn", "different"])
 def test_sums_of_compiled_layers(library, monkeypatch, what, count):
     device = Device(library, 8, "shuffled")
-    monkeypatch.setattr(exchange.ops, "batch_norm_apply", device.batch_norm_apply)
+    monkeypatch.setattr(sync.ops, "batch_norm_apply", device.batch_norm_apply)
     count = float("nan") if what == "withdrawn" else count
     tags = 2 * TAG + (what == "different")
     totals = torch.tensor([1.0, 2.0, 3.0, 4.0, count, tags, 16.0, 128.0]).double()
     verdict = torch.zeros(1).double()
-    sums = exchange.judge_late(totals, 2 * TAG, verdict)
+    sums = sync.judge_late(totals, 2 * TAG, verdict)
     assert torch.equal(sums, totals[:5]) if what == "sound" else sums.isnan().all()
     assert verdict.item() == {"sound": 0, "withdrawn": -2 * TAG, "different": 2 * TAG}[what]

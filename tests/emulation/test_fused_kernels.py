@@ -24,7 +24,7 @@ from fusing import (
     run_separately,
 )
 
-from syncbn.activations import NUMBERS
+from syncbn.ops.epilogue import NUMBERS
 
 EPS = 1e-5
 

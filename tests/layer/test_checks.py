@@ -11,7 +11,8 @@ import torch.distributed as dist
 from cases import make_input
 from ranks import Failure, Ranks
 
-from syncbn import SyncBatchNorm, checks, ops, sync_batch_norm
+from syncbn import SyncBatchNorm, ops, sync_batch_norm
+from syncbn.ops import checks
 
 X = make_input((4, 3, 5), "contiguous", torch.float32)
 

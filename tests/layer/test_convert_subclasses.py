@@ -13,12 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from syncbn import (
-    SyncBatchNorm,
-    SyncBatchNorm2d,
-    convert_sync_batchnorm,
-    revert_sync_batchnorm,
-)
+from syncbn import SyncBatchNorm, SyncBatchNorm2d, convert_sync_batchnorm, revert_sync_batchnorm
 
 
 def traced(module):

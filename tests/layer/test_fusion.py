@@ -23,7 +23,7 @@ from syncbn import (
     fuse_activations,
     revert_sync_batchnorm,
 )
-from syncbn.fused import FusedActivation, FusedBlock
+from syncbn.fusion.graph_module import FusedActivation, FusedBlock
 from syncbn.modules import SyncBatchNormAct
 
 

@@ -21,11 +21,8 @@ from fused_models import (
 )
 from torch import nn
 
-from syncbn import (
-    explain_fusion,
-    fuse_activations,
-)
-from syncbn.fused import FusedBlock
+from syncbn import explain_fusion, fuse_activations
+from syncbn.fusion.graph_module import FusedBlock
 
 
 @pytest.mark.parametrize(

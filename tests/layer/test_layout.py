@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from syncbn import SyncBatchNorm
-from syncbn.layout import as_dense
+from syncbn.ops.tensors import as_dense
 
 SIZES = (2, 3, 4, 5, 6)
 

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import syncbn
-from syncbn import SyncBatchNorm, activations, masks
+from syncbn import SyncBatchNorm
+from syncbn.ops import epilogue, masks
 
 OPTIONS = [
     {},
@@ -146,7 +147,7 @@ def test_symbolic_tracing_of_the_layer_itself():
     # And some of ours, for a residual and a mask may be given to what was traced.
     assert functions == [
         *(masks.clear_given, masks.clear_given, nn.functional.batch_norm),
-        *(activations.add_residual, masks.clear_given),
+        *(epilogue.add_residual, masks.clear_given),
     ]
     evaluated, layer = evaluated.double(), layer.double()
     x = x.double()

@@ -12,7 +12,8 @@ from cases import OPS, arguments
 from paths import ROOT
 from ranks import Ranks
 
-from syncbn import SyncBatchNorm, _extension, ops
+from syncbn import SyncBatchNorm, ops
+from syncbn.ops import _extension
 
 # Each operator that allocates a tensor of the input's size, where the next one of that size is too
 # much. In a process of its own: the limit is the process's.

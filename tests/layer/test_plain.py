@@ -19,16 +19,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from syncbn import (
-    SyncBatchNorm,
-    check_synchronized,
-    devices,
-    ops,
-    plain,
-    recompute_statistics,
-    sync_batch_norm,
-)
-from syncbn.activations import NUMBERS
+from syncbn import SyncBatchNorm, check_synchronized, ops, recompute_statistics, sync_batch_norm
+from syncbn.ops import fallback, tensors
+from syncbn.ops.epilogue import NUMBERS
 
 DEVICES = ["standin-float64", "standin-float32"]
 
@@ -53,7 +46,7 @@ def run_operator(rank, world_size, name, shape, layout, dtype):
     """Return the results, and what was written, on the CPU and on the device."""
     with torch.device("cpu"):
         given = arguments(name, make_input(shape, layout, dtype))
-    statistics = devices.of_statistics(torch.device("standin"))
+    statistics = tensors.of_statistics(torch.device("standin"))
     schema = operator(name)._schema.arguments
     of_statistics = ("totals", "mean", "invstd", "sums", "count", "constants")
     moved = [
@@ -123,7 +116,7 @@ def test_verdict_takes_the_first_note(count, tag_sum, note, noted):
     totals[2 * channels] = count
     verdict = torch.tensor([noted], dtype=torch.float64)
     mean, var, tracked = torch.zeros(3), torch.ones(3), torch.tensor(0)
-    y, *_, found = plain.batch_norm_apply(
+    y, *_, found = fallback.batch_norm_apply(
         x, totals, None, None, mean, var, tracked, 0.1, 1e-5, tag_sum, verdict
     )
     is_sound = note == 0
@@ -135,7 +128,7 @@ def test_verdict_takes_the_first_note(count, tag_sum, note, noted):
     verdict.fill_(noted)
     sums = torch.cat([totals[:-4], totals[-4:] * torch.tensor([1.0, 1, 0, 0])])
     counted = torch.tensor([12.0], dtype=torch.float64)
-    dx = plain.batch_norm_backward_apply(
+    dx = fallback.batch_norm_backward_apply(
         x, x, statistics, statistics, None, sums, counted, tag_sum, verdict
     )
     assert verdict.item() == (noted or note)
@@ -150,7 +143,7 @@ def test_running_statistics_of_a_bad_channel_are_those_of_the_operator(momentum)
         x[:1, 1] += value
         totals = ops.batch_norm_stats(x)
         for apply, running in (
-            (plain.batch_norm_apply, ours),
+            (fallback.batch_norm_apply, ours),
             (torch.ops.syncbn.batch_norm_apply, theirs),
         ):
             apply(x, totals, None, None, *running, momentum, 1e-5)
@@ -167,7 +160,7 @@ def test_sums_that_are_not_sound_raise_in_the_operators_words():
         with pytest.raises(RuntimeError) as theirs:
             torch.ops.syncbn.batch_norm_apply(x, totals, *arguments, tag_sum)
         with pytest.raises(RuntimeError) as ours:
-            plain.batch_norm_apply(x, totals, *arguments, tag_sum)
+            fallback.batch_norm_apply(x, totals, *arguments, tag_sum)
         assert str(ours.value) == str(theirs.value)
 
 
@@ -175,7 +168,7 @@ def test_sums_that_are_not_sound_raise_in_the_operators_words():
 @pytest.mark.parametrize("activation", NUMBERS)
 def test_nothing_waits_for_a_cuda_device(activation, momentum, monkeypatch):
     """Tensors without values would tell: FakeTensorMode raises where one is looked at."""
-    monkeypatch.setattr(plain, "_announced", True)
+    monkeypatch.setattr(fallback, "_announced", True)
     number = NUMBERS[activation]
     with FakeTensorMode():
         x, residual = (torch.empty(4, 3, 5, device="cuda") for _ in range(2))
@@ -183,16 +176,18 @@ def test_nothing_waits_for_a_cuda_device(activation, momentum, monkeypatch):
         tracked = torch.empty((), dtype=torch.int64, device="cuda")
         verdict = torch.empty(1, dtype=torch.float64)
         constants = torch.empty(6, dtype=torch.float64, device="cuda") if number else None
-        message = plain.batch_norm_stats(x, 1.0)
+        message = fallback.batch_norm_stats(x, 1.0)
         following = (residual, number, 0.1, constants)
-        y, mean, invstd, count = plain.batch_norm_apply(
+        y, mean, invstd, count = fallback.batch_norm_apply(
             x, message, None, None, *running, tracked, momentum, 1e-5, 2.0, verdict, *following
         )
         assert y.device == message.device == count.device == x.device
         dtypes = (torch.float32, torch.float32)
         through = (constants, number, 0.1)
-        sums, *_ = plain.batch_norm_backward_reduce(x, x, mean, invstd, *dtypes, 1.0, 0.0, *through)
-        dx = plain.batch_norm_backward_apply(
+        sums, *_ = fallback.batch_norm_backward_reduce(
+            x, x, mean, invstd, *dtypes, 1.0, 0.0, *through
+        )
+        dx = fallback.batch_norm_backward_apply(
             x, x, mean, invstd, None, sums, count, 2.0, verdict, *through
         )
         assert dx.device == x.device
@@ -305,7 +300,7 @@ def refuse_float64(rank, world_size):
         torch.ones(3, dtype=torch.float64, device="cpu").to("standin", torch.float32)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.ones(3) + torch.ones(3, device="cpu")
-    return devices.has_float64(torch.device("standin"))
+    return tensors.has_float64(torch.device("standin"))
 
 
 def test_the_stand_in_itself(ranks):
@@ -314,9 +309,9 @@ def test_the_stand_in_itself(ranks):
 
 def test_float64_that_is_float32_in_truth_is_none(monkeypatch):
     monkeypatch.setattr(torch, "ones", lambda *size, dtype, device: torch.full(size, 1.0))
-    assert not devices._try_float64(torch.device("cpu"))
+    assert not tensors._try_float64(torch.device("cpu"))
     monkeypatch.undo()
-    assert devices._try_float64(torch.device("cpu"))
+    assert tensors._try_float64(torch.device("cpu"))
 
 
 # Under torch.compile.

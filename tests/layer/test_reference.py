@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from cases import make_input
 
-from syncbn import reference, sync_batch_norm
+from syncbn import sync_batch_norm
+from syncbn.ops import reference
 
 
 class Replicate(torch.autograd.Function):

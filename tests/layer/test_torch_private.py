@@ -11,7 +11,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import _torch_private
+from syncbn import _compat
 
 
 def recorded(function, **options):
@@ -44,49 +44,49 @@ class Observed(torch.autograd.Function):
 def test_graph_task_id_tells_a_backward_pass():
     seen = []
     x = torch.ones(2, requires_grad=True)
-    y = Observed.apply(x, lambda: seen.append(_torch_private.graph_task_id()))
-    assert _torch_private.graph_task_id() == -1
+    y = Observed.apply(x, lambda: seen.append(_compat.graph_task_id()))
+    assert _compat.graph_task_id() == -1
     y.sum().backward()
     assert len(seen) == 1 and seen[0] >= 0
 
 
 def test_transforms_are_seen():
     seen = []
-    torch.func.grad(lambda x: (seen.append(_torch_private.are_transforms_active()), x.sum())[1])(
+    torch.func.grad(lambda x: (seen.append(_compat.are_transforms_active()), x.sum())[1])(
         torch.ones(2)
     )
-    assert seen == [True] and not _torch_private.are_transforms_active()
+    assert seen == [True] and not _compat.are_transforms_active()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
 def test_jit_tracing_state_can_be_read_and_set():
     def traced(x):
-        state = _torch_private.jit_tracing_state()
+        state = _compat.jit_tracing_state()
         assert state is not None
         y = torch.zeros_like(x)
-        _torch_private.set_jit_tracing_state(None)
-        assert _torch_private.jit_tracing_state() is None
+        _compat.set_jit_tracing_state(None)
+        assert _compat.jit_tracing_state() is None
         z = torch.full((2,), 3.0)
-        _torch_private.set_jit_tracing_state(state)
+        _compat.set_jit_tracing_state(state)
         return x + y + z
 
-    assert _torch_private.jit_tracing_state() is None
+    assert _compat.jit_tracing_state() is None
     graph = str(torch.jit.trace(traced, torch.ones(2), check_trace=False).graph)
     assert "aten::zeros_like" in graph and "aten::full" not in graph
 
 
 def test_dispatch_modes_are_counted():
-    assert recorded(_torch_private.num_dispatch_modes)[0] == 0
-    assert recorded(_torch_private.num_dispatch_modes)[1] > 0
+    assert recorded(_compat.num_dispatch_modes)[0] == 0
+    assert recorded(_compat.num_dispatch_modes)[1] > 0
 
 
 def test_recording_modes_are_seen():
-    assert recorded(_torch_private.is_mode_recording) == [False, True]
+    assert recorded(_compat.is_mode_recording) == [False, True]
 
 
 def test_recording_before_dispatch_is_seen():
     def is_included():
-        return _torch_private.is_dispatch_key_included(_torch_private.PRE_DISPATCH)
+        return _compat.is_dispatch_key_included(_compat.PRE_DISPATCH)
 
     assert recorded(is_included) == [False, False]
     assert recorded(is_included, pre_dispatch=True) == [False, True]
@@ -95,7 +95,7 @@ def test_recording_before_dispatch_is_seen():
 def test_exporting_is_seen():
     class Observing(nn.Module):
         def forward(self, x):
-            return x + 1 if _torch_private.is_exporting() else x + 2
+            return x + 1 if _compat.is_exporting() else x + 2
 
     model, x = Observing(), torch.zeros(2)
     assert torch.equal(model(x), x + 2)
@@ -105,23 +105,23 @@ def test_exporting_is_seen():
 
 def test_fake_tensors_are_known():
     with torch._subclasses.FakeTensorMode():
-        assert isinstance(torch.ones(2), _torch_private.FakeTensor)
-    assert not isinstance(torch.ones(2), _torch_private.FakeTensor)
+        assert isinstance(torch.ones(2), _compat.FakeTensor)
+    assert not isinstance(torch.ones(2), _compat.FakeTensor)
 
 
 def ask_groups(rank, world_size):
     pair = dist.new_group(list(range(world_size)))
-    before = _torch_private.count_operations(pair, torch.device("cpu"))
+    before = _compat.count_operations(pair, torch.device("cpu"))
     dist.all_reduce(torch.ones(1), group=pair)
-    after = _torch_private.count_operations(pair, torch.device("cpu"))
+    after = _compat.count_operations(pair, torch.device("cpu"))
     x = torch.full((2,), rank + 1.0)
-    summed = _torch_private.wait(_torch_private.all_reduce(x, pair.group_name))
+    summed = _compat.wait(_compat.all_reduce(x, pair.group_name))
     assert torch.equal(x, torch.full((2,), rank + 1.0))  # a copy was summed
     return (
-        _torch_private.resolve_process_group(pair.group_name) is pair,
-        "cpu" in _torch_private.device_types(pair),
+        _compat.resolve_process_group(pair.group_name) is pair,
+        "cpu" in _compat.device_types(pair),
         after - before,
-        _torch_private.backend_name(pair, torch.device("cpu")),
+        _compat.backend_name(pair, torch.device("cpu")),
         summed.tolist(),
     )
 
@@ -133,7 +133,7 @@ def test_groups_are_found_counted_and_summed_over(two_ranks):
 def ask_join(rank, world_size):
     class Asking(nn.Linear):
         def forward(self, x):
-            join = _torch_private.join_config()
+            join = _compat.join_config()
             seen.append(join and (join.enable, join.throw_on_early_termination))
             return super().forward(x)
 
@@ -154,10 +154,10 @@ def test_join_is_seen(two_ranks):
 
 def destroy(rank, world_size):
     pair = dist.new_group(list(range(world_size)))
-    before = _torch_private.is_registered(pair), _torch_private.is_registered(dist.group.WORLD)
+    before = _compat.is_registered(pair), _compat.is_registered(dist.group.WORLD)
     dist.barrier()  # a rank that is still connecting would find the connection closed
     dist.destroy_process_group(pair)
-    return (*before, _torch_private.is_registered(pair))
+    return (*before, _compat.is_registered(pair))
 
 
 def test_destroyed_groups_are_known(two_ranks):
@@ -166,21 +166,21 @@ def test_destroyed_groups_are_known(two_ranks):
 
 def test_dispatch_modes_can_be_left():
     with torch._subclasses.FakeTensorMode():
-        with _torch_private.without_dispatch_modes():
-            assert _torch_private.num_dispatch_modes() == 0
+        with _compat.without_dispatch_modes():
+            assert _compat.num_dispatch_modes() == 0
             assert type(torch.ones(2)) is torch.Tensor
-        assert _torch_private.num_dispatch_modes() == 1
+        assert _compat.num_dispatch_modes() == 1
 
 
 def test_unknown_group_is_a_runtime_error():
     with pytest.raises(RuntimeError):
-        _torch_private.resolve_process_group("no such group")
+        _compat.resolve_process_group("no such group")
 
 
 def test_children_are_those_of_the_module():
     model = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
-    assert list(_torch_private.children(model)) == ["0", "1"]
-    _torch_private.children(model)["1"] = other = nn.Tanh()
+    assert list(_compat.children(model)) == ["0", "1"]
+    _compat.children(model)["1"] = other = nn.Tanh()
     assert model[1] is other
 
 
@@ -188,9 +188,9 @@ def test_children_are_those_of_the_module():
 def test_forward_hooks_are_seen(register):
     layer = nn.Linear(1, 1)
     layer.register_full_backward_hook(lambda *_: None)
-    assert not _torch_private.has_forward_hooks(layer)
+    assert not _compat.has_forward_hooks(layer)
     getattr(layer, register)(lambda *_: None)
-    assert _torch_private.has_forward_hooks(layer)
+    assert _compat.has_forward_hooks(layer)
 
 
 HOOKS = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
@@ -199,54 +199,54 @@ HOOKS = ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backwar
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_are_seen(kind):
     layer = nn.Linear(1, 1)
-    assert not _torch_private.has_hooks(layer) and _torch_private.does_as_its_class(layer)
+    assert not _compat.has_hooks(layer) and _compat.does_as_its_class(layer)
     getattr(layer, f"register_{kind}")(lambda *_: None)
-    assert _torch_private.has_hooks(layer) and not _torch_private.does_as_its_class(layer)
+    assert _compat.has_hooks(layer) and not _compat.does_as_its_class(layer)
 
 
 def test_a_forward_of_the_instance_is_seen():
     layer = nn.Linear(1, 1)
     layer.forward = lambda x: x
-    assert not _torch_private.does_as_its_class(layer)
+    assert not _compat.does_as_its_class(layer)
 
 
 def test_hooks_of_saved_tensors_are_seen():
-    assert _torch_private.saved_tensors_hooks() is None
+    assert _compat.saved_tensors_hooks() is None
     with torch.autograd.graph.save_on_cpu():
-        assert _torch_private.saved_tensors_hooks() is not None
-    assert _torch_private.saved_tensors_hooks() is None
+        assert _compat.saved_tensors_hooks() is not None
+    assert _compat.saved_tensors_hooks() is None
 
 
 def test_allowed_mutation_of_saved_tensors_is_seen():
-    assert not _torch_private.allows_mutation_of_saved()
+    assert not _compat.allows_mutation_of_saved()
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        assert _torch_private.allows_mutation_of_saved()
+        assert _compat.allows_mutation_of_saved()
 
 
 def test_compiled_modules_are_known():
     layer = nn.Linear(1, 1)
-    assert _torch_private.compiled_original(torch.compile(layer, backend="eager")) is layer
-    assert _torch_private.compiled_original(layer) is None
-    assert not _torch_private.is_compiled(layer)
+    assert _compat.compiled_original(torch.compile(layer, backend="eager")) is layer
+    assert _compat.compiled_original(layer) is None
+    assert not _compat.is_compiled(layer)
     layer.compile(backend="eager")
-    assert _torch_private.is_compiled(layer)
+    assert _compat.is_compiled(layer)
 
 
 def test_code_of_torchs_layers_is_known():
-    assert _torch_private.is_code_of_batch_norm(nn.BatchNorm2d.forward)
+    assert _compat.is_code_of_batch_norm(nn.BatchNorm2d.forward)
     for other in (lambda input: input, torch.relu, functools.partial(nn.BatchNorm2d.forward)):
-        assert not _torch_private.is_code_of_batch_norm(other)
+        assert not _compat.is_code_of_batch_norm(other)
 
 
 def test_base_class_is_that_of_torchs_layers():
-    assert issubclass(nn.BatchNorm2d, _torch_private.BatchNormBase)
-    assert issubclass(nn.SyncBatchNorm, _torch_private.BatchNormBase)
-    assert not issubclass(nn.InstanceNorm2d, _torch_private.BatchNormBase)
+    assert issubclass(nn.BatchNorm2d, _compat.BatchNormBase)
+    assert issubclass(nn.SyncBatchNorm, _compat.BatchNormBase)
+    assert not issubclass(nn.InstanceNorm2d, _compat.BatchNormBase)
 
 
 def test_layers_check_their_input_by_the_method_of_this_name():
     layer, calls = nn.BatchNorm2d(3), []
-    setattr(layer, _torch_private.INPUT_CHECK, calls.append)
+    setattr(layer, _compat.INPUT_CHECK, calls.append)
     layer(torch.rand(2, 3, 4, 4))
     assert len(calls) == 1
 
@@ -271,7 +271,7 @@ def test_compiled_code_runs_as_it_is():
 
     compiled = torch.compile(lambda x: x + 1, backend=backend)
     compiled(torch.ones(2))
-    with _torch_private.without_compiled_code():
+    with _compat.without_compiled_code():
         assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 2.0))
     assert calls == ["compiled", "graph"]
     compiled(torch.ones(2))
@@ -280,14 +280,14 @@ def test_compiled_code_runs_as_it_is():
 
 def test_dynamo_is_not_imported_for_code_that_is_not_compiled(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    with _torch_private.without_compiled_code():
+    with _compat.without_compiled_code():
         assert "torch._dynamo" not in sys.modules
 
 
 def test_function_is_applied_as_by_its_apply():
     x = torch.ones(2, requires_grad=True)
     calls = []
-    y = _torch_private.apply_function(Observed, x, lambda: calls.append(1))
+    y = _compat.apply_function(Observed, x, lambda: calls.append(1))
     assert torch.equal(y, x) and type(y.grad_fn) is type(Observed.apply(x, None).grad_fn)
     y.sum().backward()
     assert calls == [1] and torch.equal(x.grad, torch.ones(2))
@@ -309,7 +309,7 @@ def test_vectors_are_those_of_the_attributes(change):
     elif change == "plain tensor":  # as FSDP leaves it
         del layer.weight
         layer.weight = torch.zeros(3)
-    vectors = _torch_private.vectors_of(layer)
+    vectors = _compat.vectors_of(layer)
     for vector, name in zip(vectors, NAMES, strict=True):
         assert torch.equal(vector, getattr(layer, name)), name
     assert change != "parametrized" or vectors[0].eq(2).all()
@@ -317,4 +317,4 @@ def test_vectors_are_those_of_the_attributes(change):
 
 def test_arguments_that_an_operator_writes_to():
     operator = torch.ops.aten.add_.Tensor
-    assert _torch_private.arguments_written(operator) == [True, False, False]
+    assert _compat.arguments_written(operator) == [True, False, False]

@@ -5,7 +5,7 @@ import torch
 from cases import DTYPES, make_input, make_vector
 
 from syncbn import ops
-from syncbn.activations import NUMBERS
+from syncbn.ops.epilogue import NUMBERS
 
 pytestmark = pytest.mark.any_torch
 

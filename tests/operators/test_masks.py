@@ -21,7 +21,7 @@ from cases import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncbn import ops
-from syncbn.activations import NUMBERS
+from syncbn.ops.epilogue import NUMBERS
 
 # What tests without masks have, and planes and rows whose pieces end anywhere.
 SOME = [(2, 1), (129, 65), (5, 2049), (2, 3, 5, 7), (4, 1, 9, 11), (3, 17, 7, 7), (3, 2, 131, 257)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import operator_times
 import pytest
 
-from syncbn._extension import build_info
+from syncbn.ops._extension import build_info
 
 pytestmark = pytest.mark.any_torch  # the binaries are the same with all
 

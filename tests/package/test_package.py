@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,7 @@ def test_libraries_are_abi_stable_from_torch_2_11():
 
 
 def test_binary_tells_what_it_was_built_for():
-    from syncbn._extension import build_info
+    from syncbn.ops._extension import build_info
 
     assert build_info["version"] == syncbn.__version__
     assert build_info["oldest_torch"] == "2.11"
@@ -60,9 +61,7 @@ def import_error(tmp_path, prepare):
 
 @pytest.fixture
 def sources(tmp_path):
-    (tmp_path / "syncbn").mkdir()
-    for path in PACKAGE.glob("*.py"):
-        (tmp_path / "syncbn" / path.name).write_text(path.read_text())
+    shutil.copytree(PACKAGE, tmp_path / "syncbn", ignore=shutil.ignore_patterns("*.so"))
     return tmp_path
 
 

@@ -24,7 +24,7 @@ def test_version_stands_in_one_place():
     """But for documents, and for results, which say what they are of."""
     found = [
         path.name
-        for pattern in ("*.py", "*.toml", "*.cff", "syncbn/*.py", "csrc/**/*.*", "tools/*.py")
+        for pattern in ("*.py", "*.toml", "*.cff", "syncbn/**/*.py", "csrc/**/*.*", "tools/*.py")
         for path in ROOT.glob(pattern)
         if re.search(rf"(?<![\d.]){re.escape(release.version())}(?![\d.])", path.read_text())
     ]

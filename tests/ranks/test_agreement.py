@@ -11,18 +11,10 @@ import torch.distributed as dist
 from ranks import Ranks
 from torch import nn
 
-from syncbn import (
-    SyncBatchNorm,
-    agreement,
-    convert_sync_batchnorm,
-    exchange,
-    ops,
-    recompute_statistics,
-    sync_batch_norm,
-    withdrawals,
-)
-from syncbn.agreement import Report, history_of
-from syncbn.identity import Identity
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_statistics, sync_batch_norm
+from syncbn.distributed import protocol, sync
+from syncbn.distributed.layer_id import Identity
+from syncbn.distributed.protocol import Report, history_of
 
 CPU = torch.device("cpu")
 
@@ -133,7 +125,7 @@ def test_steps_leave_nothing_in_the_store_or_in_memory():
 
 
 def make_layers_all_the_time(rank, world_size):
-    agreement._MAX_COMPARISONS, agreement._MAX_RECORDS = 10, 20
+    protocol._MAX_COMPARISONS, protocol._MAX_RECORDS = 10, 20
     store = dist.group.WORLD.get_group_store()
     keys = []
     for number in range(60):
@@ -347,7 +339,7 @@ def test_double_backward_passes_are_not_of_channels():
     history.size = 13
     report = history.report(history.record(Identity("body.bn1"), "double backward"), group)
     assert report.words == "runs the double backward pass of layer 'body.bn1'"
-    assert agreement.same_channels(report, report._replace(size=10))
+    assert protocol.same_channels(report, report._replace(size=10))
 
 
 def read_the_tags_of_a_recomputation(rank, world_size):
@@ -358,10 +350,10 @@ def read_the_tags_of_a_recomputation(rank, world_size):
     message = torch.zeros(10).double()
     for tag in (2 * first.tag, 2 * again.tag):
         message[-3] = tag
-        exchange.judge(message, group, again)
+        sync.judge(message, group, again)
     message[-3] = other.tag + again.tag
     with pytest.raises(RuntimeError, match="this rank runs the recomputation of layer 'body.bn1'"):
-        exchange.judge(message, group, again)
+        sync.judge(message, group, again)
     return True
 
 
@@ -399,8 +391,8 @@ def hear_late(rank, world_size, verdict, name, direction):
     tag = history.record(layer._syncbn.identity, direction).tag
     history.verdict(CPU).note.fill_(verdict * world_size * tag)
     with pytest.raises(RuntimeError) as error:
-        exchange._look_back(group)
-    exchange._look_back(group)  # says it once
+        sync._look_back(group)
+    sync._look_back(group)  # says it once
     del history.verdicts[CPU]
     return str(error.value)
 
@@ -429,7 +421,7 @@ def stop_at_different_passes(rank, world_size, others):
         dist.all_reduce(torch.ones(1), async_op=True)
     if rank == 2:
         time.sleep(2)
-    settled = withdrawals.settle(group, CPU, "words" if rank == 0 else "", timedelta(seconds=20))
+    settled = sync.settle(group, CPU, "words" if rank == 0 else "", timedelta(seconds=20))
     if others:
         with pytest.raises(RuntimeError, match="since then the ranks .* numbers of passes: ranks"):
             layer(torch.rand(2, 3))
@@ -460,10 +452,10 @@ def stop_late(rank, world_size):
     dist.barrier()
     if rank == 1:
         time.sleep(3)
-        withdrawals.settle(group, CPU)
+        sync.settle(group, CPU)
         step(layer)
         return ""
-    settled = withdrawals.settle(group, CPU, patience=timedelta(seconds=1))
+    settled = sync.settle(group, CPU, patience=timedelta(seconds=1))
     step(layer)  # waits for rank 1
     return settled.hindrance
 

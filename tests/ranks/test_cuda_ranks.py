@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
-from syncbn.agreement import history_of
+from syncbn.distributed.protocol import history_of
 
 pytestmark = pytest.mark.cuda
 

@@ -7,7 +7,7 @@ from cases import assert_normalized_close, make_input, reduced_dims, to_layout
 from torch import nn
 
 import syncbn
-from syncbn import reference
+from syncbn.ops import reference
 
 # Rows of the whole batch that each rank gets, by world size; 0 is an empty rank.
 SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5), (0, 6), (6, 0)], 3: [(2, 2, 2), (1, 2, 3), (0, 0, 6)]}

@@ -13,7 +13,9 @@ from cases import make_input
 from ranks import Failure, Ranks
 from torch.utils.flop_counter import FlopCounterMode
 
-from syncbn import SyncBatchNorm, check_synchronized, collectives, recompute_statistics, reference
+from syncbn import SyncBatchNorm, check_synchronized, recompute_statistics
+from syncbn.distributed import collectives
+from syncbn.ops import reference
 
 DEVICES = ["standin-float64", "standin-float32"]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, freeze_statistics, recompute_statistics
-from syncbn.agreement import history_of
+from syncbn.distributed.protocol import history_of
 
 # Sums over some 200 values of order ten, in float64.
 FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}

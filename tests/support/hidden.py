@@ -1,4 +1,4 @@
-"""Hides the CPU operators, so that syncbn/plain.py computes: SYNCBN_HIDE_OPERATORS=KIND pytest ...
+"""Hides the CPU operators: SYNCBN_HIDE_OPERATORS=KIND pytest ...; syncbn/ops/fallback.py computes.
 
 KIND is "float64": CPU tensors go to the expressions as they are; or "float32": they go to a
 stand-in device that has no float64 (standin.py), and the results come back. A float64 tensor, which
@@ -15,7 +15,7 @@ import standin
 import torch
 from torch import Tensor
 
-from syncbn import _extension, plain
+from syncbn.ops import _extension, fallback
 
 VARIABLE = "SYNCBN_HIDE_OPERATORS"
 KINDS = ("float64", "float32")
@@ -56,7 +56,7 @@ def hide() -> None:
     library = torch.library.Library("syncbn", "IMPL", "CPU")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is overridden
-        for operator in plain.OPERATORS:
+        for operator in fallback.OPERATORS:
             function = _through_device(operator) if how == "float32" else operator
             library.impl(operator.__name__, function, allow_override=True)
     _libraries.append(library)  # for as long as the process

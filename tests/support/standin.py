@@ -21,7 +21,7 @@ import torch.distributed as dist
 from emulated import compile_cxx, in_parallel
 from paths import ROOT
 
-from syncbn import devices
+from syncbn.ops import tensors
 
 SUPPORT = ROOT / "tests" / "support"
 SOURCES = [SUPPORT / "standin.cpp", SUPPORT / "standin_backend.cpp"]
@@ -95,4 +95,4 @@ def without_float64() -> Iterator[None]:
 
 def set_float64(supported: bool) -> None:
     torch.ops.standin.set_float64(supported)
-    devices._found.clear()  # what was found out of the device until now
+    tensors._found.clear()  # what was found out of the device until now

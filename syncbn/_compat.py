@@ -1,0 +1,334 @@
+"""All private names of torch that are used. If torch removes one, only this file fails.
+
+``tests/layer/test_torch_private.py`` has a test of each.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor as FakeTensor
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "INPUT_CHECK",
+    "PRE_DISPATCH",
+    "BatchNormBase",
+    "FakeTensor",
+    "all_gather",
+    "all_reduce",
+    "allows_mutation_of_saved",
+    "apply_function",
+    "are_transforms_active",
+    "arguments_written",
+    "backend_name",
+    "check_module",
+    "children",
+    "compiled_original",
+    "constant_in_graphs",
+    "count_operations",
+    "device_types",
+    "does_as_its_class",
+    "forward_direction",
+    "graph_task_id",
+    "has_forward_hooks",
+    "has_hooks",
+    "is_code_of_batch_norm",
+    "is_compiled",
+    "is_dispatch_key_included",
+    "is_exporting",
+    "is_initialized",
+    "is_mode_recording",
+    "is_recomputation",
+    "is_recorded",
+    "is_registered",
+    "jit_tracing_state",
+    "join_config",
+    "num_dispatch_modes",
+    "resolve_process_group",
+    "saved_tensors_hooks",
+    "set_jit_tracing_state",
+    "uncompiled",
+    "vectors_of",
+    "wait",
+    "without_compiled_code",
+    "without_dispatch_modes",
+    "without_torch_function",
+]
+
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+# Tracers, transforms, autograd.
+
+are_transforms_active = torch._C._are_functorch_transforms_active
+graph_task_id = torch._C._current_graph_task_id  # -1 outside of backward passes
+jit_tracing_state = torch._C._get_tracing_state  # of torch.jit.trace; None outside of it
+set_jit_tracing_state = torch._C._set_tracing_state  # type: ignore[attr-defined]
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+is_dispatch_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+# Included where a graph is recorded before autograd: torch.export's, make_fx(pre_dispatch=True)'s.
+PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+_RECORDING_MODES = (
+    torch._C._TorchDispatchModeKey.PROXY,
+    torch._C._TorchDispatchModeKey.FUNCTIONAL,
+)
+
+
+# Within it tensors of subclasses are handled as plain ones.
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+
+
+def is_exporting() -> bool:
+    """Whether torch.export traces.
+
+    ``torch.compiler.is_exporting()`` is true on 2.11 wherever torch.compile traces.
+    """
+    return torch.compiler._is_exporting_flag
+
+
+def is_mode_recording() -> bool:
+    """Whether a dispatch mode records a graph: make_fx's or AOTAutograd's."""
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _RECORDING_MODES)
+
+
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Do as ``function.apply`` where no transform of torch.func is active, in less time."""
+    if torch.compiler.is_compiling():  # behind a break of a graph; it knows Function.apply alone
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+def constant_in_graphs(function: FunctionT) -> FunctionT:
+    """Have compilers call a function while they trace, and keep what it returned.
+
+    ``torch.compiler.assume_constant_result`` takes Dynamo, whose import takes seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def uncompiled(function: FunctionT, reason: str | None = None) -> FunctionT:
+    """Have compilers run a function and all that it calls as they are, behind a break of the graph.
+
+    As ``torch.compiler.disable``, which imports Dynamo: that takes a second and 120 MiB.
+    """
+    # Read where Dynamo traces a call of the function.
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    # Read where the function runs while Dynamo takes the frames that the interpreter enters.
+    frames: Any = torch._C._dynamo.eval_frame
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+    return function
+
+
+def allows_mutation_of_saved() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is active.
+
+    Its mode clones what autograd has saved before an operator writes to it. It looks for what an
+    operator of ours may write to, and raises where that is None or left out.
+    """
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
+def arguments_written(operator: Any) -> list[bool]:
+    """Return for each argument of an operator whether the operator writes to it."""
+    return [argument.alias_info is not None for argument in operator._schema.arguments]
+
+
+def saved_tensors_hooks() -> Any:
+    """Return the hooks that pack what autograd saves, such as a checkpoint's; None without."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+# Process groups.
+
+
+def resolve_process_group(name: str) -> "ProcessGroup":
+    """Return the group of a name; RuntimeError if there is none."""
+    resolve: Any = torch._C._distributed_c10d._resolve_process_group
+    group: ProcessGroup = resolve(name)
+    return group
+
+
+def is_registered(group: "ProcessGroup") -> bool:
+    """Whether torch.distributed has made the group and not destroyed it."""
+    return group in torch.distributed.distributed_c10d._world.pg_map
+
+
+def device_types(group: "ProcessGroup") -> set[str]:
+    """Return the types of the devices that the group has a backend for."""
+    return {device.type for device in group._device_types}
+
+
+def is_initialized(device_type: str) -> bool:
+    """Whether this process has begun to use devices of the type."""
+    module = getattr(torch, device_type, None)
+    return module is not None and bool(getattr(module, "is_initialized", lambda: False)())
+
+
+def backend_name(group: "ProcessGroup", device: torch.device) -> str:
+    """Return the name of the backend for tensors on the device.
+
+    Raises:
+        RuntimeError: There is none.
+    """
+    backend: Any = group._get_backend(device)
+    name: str = backend.name()
+    return name
+
+
+def count_operations(group: "ProcessGroup", device: torch.device) -> int:
+    """Return the number of operations that the backend has counted.
+
+    Raises:
+        RuntimeError: The backend does not count them.
+    """
+    backend: Any = group._get_backend(device)
+    number: int = backend._get_sequence_number_for_group()
+    return number
+
+
+def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
+    """Start to sum a copy of a tensor over a group, by an operator that graphs keep."""
+    started: Tensor = torch.ops._c10d_functional.all_reduce.default(tensor, "sum", group_name)
+    return started
+
+
+def all_gather(tensor: Tensor, num_ranks: int, group_name: str) -> Tensor:
+    """Start to gather a vector of each rank of a group, by an operator that graphs keep."""
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    started: Tensor = gather(tensor, num_ranks, group_name)
+    return started
+
+
+def wait(started: Tensor) -> Tensor:
+    """Wait for what :func:`all_reduce` or :func:`all_gather` has started, likewise."""
+    summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
+    return summed
+
+
+def join_config() -> Any:
+    """Return the ``join()`` of the DistributedDataParallel model in its forward pass, or None."""
+    model: Any = DistributedDataParallel._active_ddp_module
+    return None if model is None else model._join_config
+
+
+# Modules.
+
+
+def check_module(module: object) -> None:
+    """Raise TypeError unless it is a module."""
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, but got {type(module).__name__}")
+
+
+INPUT_CHECK = "_check_input_dim"  # a method of batch norm layers
+
+
+def children(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dictionary that holds the module's children."""
+    return module._modules
+
+
+def vectors_of(layer: BatchNormBase) -> tuple[Tensor | None, ...]:
+    """Return weight, bias, running_mean, running_var and num_batches_tracked, in less time."""
+    parameters, buffers = layer._parameters, layer._buffers
+    try:
+        return (
+            parameters["weight"],
+            parameters["bias"],
+            buffers["running_mean"],
+            buffers["running_var"],
+            buffers["num_batches_tracked"],
+        )
+    except KeyError:  # a parametrization, or a tensor that is no parameter, has taken the place
+        return (
+            layer.weight,
+            layer.bias,
+            layer.running_mean,
+            layer.running_var,
+            layer.num_batches_tracked,
+        )
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after the module's forward."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run before or after the module's forward, or in its backward pass."""
+    return has_forward_hooks(module) or bool(
+        module._backward_hooks or module._backward_pre_hooks  # type: ignore[has-type]
+    )
+
+
+def does_as_its_class(module: nn.Module) -> bool:
+    """Whether a call of the module is its class's ``forward`` and nothing more."""
+    is_own = "forward" not in module.__dict__ and not is_compiled(module)
+    return is_own and not has_hooks(module)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called."""
+    return module._compiled_call_impl is not None
+
+
+def compiled_original(module: nn.Module) -> nn.Module | None:
+    """Return the module that ``torch.compile(module)`` has wrapped; None if this is no wrapper."""
+    return getattr(module, "_orig_mod", None)
+
+
+def is_code_of_batch_norm(function: Callable[..., Any]) -> bool:
+    """Whether a function is torch's own, of the file of its batch normalization layers."""
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == sys.modules[BatchNormBase.__module__].__file__
+
+
+def without_compiled_code() -> contextlib.AbstractContextManager[Any]:
+    """Run the code from which torch.compile has made graphs in their place.
+
+    Setting a stance takes Dynamo, whose import takes seconds; without it nothing is compiled.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    stance: Any = torch.compiler.set_stance("force_eager")
+    return stance  # type: ignore[no-any-return]
+
+
+def is_recorded() -> bool:
+    """Whether a tracer records this call; not to be asked where torch.compile traces.
+
+    That is torch.export, make_fx or AOTAutograd by itself, or a tool that is built on them, such as
+    pipelines and quantization-aware training. The user of the graph may differentiate it.
+    """
+    return (
+        is_exporting()
+        or is_dispatch_key_included(PRE_DISPATCH)
+        or (num_dispatch_modes() > 0 and is_mode_recording())
+    )
+
+
+def is_recomputation() -> bool:
+    """Whether this forward pass runs inside a backward pass: activation checkpointing's second run.
+
+    The first run has updated the running statistics.
+    """
+    return graph_task_id() != -1
+
+
+def forward_direction() -> str:
+    """Return what this forward pass is called between ranks."""
+    return "recomputation" if is_recomputation() else "forward"

@@ -1,0 +1,1 @@
+"""The layer in graphs: torch.compile, torch.export and other tracers."""

@@ -1,0 +1,131 @@
+"""The layer in training inside a graph that is recorded to be used elsewhere: see tracing.py.
+
+Whoever gets such a graph may differentiate it, so that every operator in it needs a formula.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn import _autograd, _compat
+from syncbn.distributed import collectives, errors, sync
+from syncbn.distributed.collectives import ProcessGroup
+from syncbn.distributed.layer_id import Identity, identity_named
+from syncbn.ops import aten, epilogue, masks, tensors
+from syncbn.ops.arguments import Arguments
+
+__all__ = ["train"]
+
+
+def train(
+    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity
+) -> Tensor:
+    """As :func:`syncbn.functional.train`: alone torch's own operator, in a group one of ours.
+
+    Also alone one of ours with a mask, which torch's does not take.
+    """
+    mask = sync.check(input, arguments, group, layer)
+    if not torch.compiler.is_compiling() and _compat.is_recomputation():
+        # The recomputed pass has been recorded with its update; this update goes nowhere.
+        arguments = arguments._replace(
+            running_mean=_copy(arguments.running_mean),
+            running_var=_copy(arguments.running_var),
+            num_batches_tracked=_copy(arguments.num_batches_tracked),
+        )
+    if group is None and mask is None:
+        return epilogue.follow(aten.train(input, arguments), arguments)
+    if group is not None and not collectives.name_of(group):
+        words = (
+            "expected a process group with a name, which the recorded graph would hold; make it "
+            "with torch.distributed.new_group"
+        )
+        raise errors.with_layer_and_rank(ValueError(words), layer, group)
+    group_name = None if group is None else group.group_name
+    weight, bias, *running, momentum, eps = arguments.for_operators()
+    output: Tensor
+    output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
+        input, weight, bias, eps, group_name, layer.name, mask
+    )
+    torch.ops.syncbn.compiled_update.default(
+        totals.detach(), *running, momentum, eps, input.dtype, group_name
+    )
+    if mask is not None and arguments.residual is not None:
+        arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
+    output = epilogue.follow(output, arguments)
+    return output if mask is None else masks.clear(output, mask)
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+_library = torch.library.Library("syncbn", "FRAGMENT")
+_library.define(
+    "exported_batch_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, str? group_name, "
+    "str layer_name='', Tensor? mask=None)"
+    " -> (Tensor output, Tensor totals, Tensor mean, Tensor invstd, Tensor count)"
+)
+
+
+@torch.library.impl(_library, "exported_batch_norm", "CompositeExplicitAutograd")
+def _(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    group_name: str | None,
+    layer_name: str = "",
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    layer = identity_named(layer_name)
+    group = sync.group_named(group_name, layer)
+    dense, totals, record = sync.sum_statistics(input, group, layer, mask=mask)
+    arguments = Arguments(weight, bias, None, None, None, 0.0, eps, mask=mask)
+    output, *statistics = _autograd.normalize(dense, totals, arguments, group, layer, record)
+    mean, invstd, count = statistics
+    return output, totals[: 2 * input.size(1) + 1].clone(), mean, invstd, count
+
+
+@torch.library.register_fake("syncbn::exported_batch_norm")
+def _(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    group_name: str | None,
+    layer_name: str = "",
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    channels = input.size(1)
+    output = torch.empty_like(tensors.as_dense(input))
+    place = tensors.of_statistics(input.device)
+    totals = input.new_empty(2 * channels + 1, dtype=torch.float64, device=place)
+    mean, invstd = totals.new_empty(channels), totals.new_empty(channels)
+    return output, totals, mean, invstd, totals.new_empty(1)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    input, weight, bias, ctx.eps, ctx.group_name, ctx.layer_name, mask = inputs
+    _, _, *statistics = output
+    ctx.save_for_backward(input, weight, *statistics, mask)
+    ctx.bias_dtype = None if bias is None else bias.dtype
+
+
+def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    input, *others, mask = ctx.saved_tensors
+    layer = identity_named(ctx.layer_name)
+    gradients = _autograd.backward(
+        grad_output,
+        (tensors.as_dense(input), *others),
+        ctx.bias_dtype,
+        ctx.eps,
+        sync.group_named(ctx.group_name, layer),
+        layer,
+        ctx.needs_input_grad[0],
+        mask=mask,
+    )
+    return *gradients[:3], None, None, None, None
+
+
+torch.library.register_autograd("syncbn::exported_batch_norm", _backward, setup_context=_save)

@@ -1,0 +1,404 @@
+"""The layer in training inside a compiled graph, where the compiler can fuse it.
+
+Sums over the batch and the update of the running statistics stay operators. The element-wise halves
+are plain tensor expressions, which Inductor fuses with the residual and the activation behind them;
+their formulas are those of csrc/common/formulas.h. The operators here are written in
+Python for two reasons: they take inputs of any strides, so that the compiler may choose the layout,
+and they can ask, when the graph runs, what a graph cannot know when it is traced.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn import _autograd, _compat, ops
+from syncbn.distributed import collectives, errors, sync
+from syncbn.distributed.collectives import ProcessGroup
+from syncbn.distributed.layer_id import Identity, Layer, identity_from, identity_named, identity_of
+from syncbn.distributed.protocol import history_of
+from syncbn.ops import checks, epilogue, masks, tensors
+from syncbn.ops.arguments import Arguments
+
+__all__ = ["train"]
+
+
+def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer) -> Tensor:
+    """As :func:`syncbn.functional.train`, to be traced by torch.compile.
+
+    Raises:
+        TypeError, ValueError: An argument that fits into no graph, such as an input of None. The
+            compiler runs the layer uncompiled or, with ``fullgraph=True``, quotes the words.
+    """
+    checks.check_no_transform()
+    group_name = None if group is None else group.group_name
+    if not _is_valid(input, arguments, alone=group is None):
+        if not _fits_operator(input, arguments):
+            checks.check_training(input, arguments, alone=group is None)  # raises
+        # Raises when the graph runs, in the words and with the withdrawal of an eager layer.
+        failed: Tensor = torch.ops.syncbn.compiled_check.default(
+            input, *arguments, group_name, identity_of(layer).name
+        )
+        return failed
+    identity = None if isinstance(layer, (Identity, str)) else layer._syncbn.identity_tensor
+    mask = arguments.mask
+    if mask is not None:
+        mask = masks.as_places(mask, input)
+        if arguments.residual is not None:
+            arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
+    output: Tensor = CompiledSyncBatchNormFunction.apply(
+        tensors.as_dense(input), *arguments.for_operators(), group_name, identity, mask
+    )
+    output = epilogue.follow(output, arguments)
+    return output if mask is None else masks.clear(output, mask)
+
+
+def _is_valid(input: Tensor, arguments: Arguments, *, alone: bool) -> bool:
+    # Numbers that the compiler keeps variable have no value yet: compiled_update sees it.
+    if type(arguments.momentum) is float:
+        arguments = arguments._replace(momentum=0.0)
+    if type(arguments.eps) is float:
+        arguments = arguments._replace(eps=0.0)
+    try:
+        checks.check_training(input, arguments, alone=alone)
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    return True
+
+
+def _fits_operator(input: object, arguments: Arguments) -> bool:
+    """Whether compiled_check takes these."""
+    if not isinstance(input, Tensor):
+        return False
+    momentum, eps, slope = arguments.momentum, arguments.eps, arguments.negative_slope
+    counter, residual, mask = arguments.num_batches_tracked, arguments.residual, arguments.mask
+    for tensor in (input, *arguments.vectors, counter, residual, mask):
+        if tensor is not None and not (
+            isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
+        ):
+            return False
+    if not (arguments.activation is None or isinstance(arguments.activation, str)):
+        return False
+    if type(slope) not in (int, float):
+        return False
+    return (momentum is None or type(momentum) in (int, float)) and type(eps) in (int, float)
+
+
+class CompiledSyncBatchNormFunction(torch.autograd.Function):
+    """As :class:`syncbn.functional.SyncBatchNormFunction`, to be traced by torch.compile.
+
+    Makes the same collectives. The layer's identity is a tensor: a graph that knew the name would
+    not serve another layer.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        num_batches_tracked: Tensor | None,
+        momentum: float | None,
+        eps: float,
+        group_name: str | None,
+        identity: Tensor | None,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Return the normalized input; arguments as :func:`syncbn.functional.train`."""
+        # A new tensor for each call: the compiler merges calls with equal arguments, such as two
+        # layers on one input, and ranks that run uncompiled would wait for the second.
+        call = torch.empty(0, device="cpu")
+        totals: Tensor = torch.ops.syncbn.compiled_stats.default(
+            input, group_name, call, identity, mask
+        )
+        totals = _sum_over_ranks(totals, group_name, "forward", identity)
+        mean, invstd, count = torch.ops.syncbn.compiled_update.default(
+            totals,
+            running_mean,
+            running_var,
+            num_batches_tracked,
+            momentum,
+            eps,
+            input.dtype,
+            group_name,
+            identity,
+        )
+        dtype = tensors.compute_dtype(input)
+        rounded_mean = tensors.cast(mean, dtype)
+        scale = invstd if weight is None else invstd * weight
+        shift = (rounded_mean - mean) * scale
+        if bias is not None:
+            shift = shift + bias
+        center, scale, shift = _per_channel(dtype, input, mean, scale, shift)
+        output = (tensors.cast(input, dtype) - center) * scale + shift
+        if mask is not None:  # a NaN there must not reach the derivative of what follows
+            output = masks.clear(output, mask)
+        ctx.save_for_backward(input, weight, mean, invstd, count, identity, mask)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.group_name = group_name
+        return tensors.cast(output, input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input, weight and bias."""
+        input, weight, mean, invstd, count, identity, mask = ctx.saved_tensors
+        sums, grad_weight, grad_bias = torch.ops.syncbn.compiled_backward_reduce.default(
+            grad_output,
+            input,
+            mean,
+            invstd,
+            torch.float64 if weight is None else weight.dtype,
+            ctx.bias_dtype or torch.float64,
+            ctx.group_name,
+            identity,
+            mask,
+        )
+        sums = _sum_over_ranks(sums, ctx.group_name, "backward", identity)[: 2 * mean.size(0)]
+        grad_input: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            dtype = tensors.compute_dtype(input)
+            mean_dy, mean_dy_xhat = (sums / count.clamp(min=1)).chunk(2)
+            scale = invstd if weight is None else invstd * weight
+            slope = -scale * invstd * mean_dy_xhat
+            shift = -scale * mean_dy - (mean - tensors.cast(mean, dtype)) * slope
+            center, slope, shift, scale = _per_channel(dtype, input, mean, slope, shift, scale)
+            deviation = tensors.cast(input, dtype) - center
+            grad_input = tensors.cast(grad_output, dtype) * scale + (deviation * slope + shift)
+            grad_input = tensors.cast(grad_input, input.dtype)
+            if mask is not None:
+                grad_input = masks.clear(grad_input, mask)
+        return (
+            grad_input,
+            None if weight is None else grad_weight,
+            None if ctx.bias_dtype is None else grad_bias,
+            *(None,) * 8,
+        )
+
+
+def _sum_over_ranks(
+    message: Tensor, group_name: str | None, direction: str, identity: Tensor | None
+) -> Tensor:
+    """Sum a message by operators of torch's, which compilers keep, all of them and in order."""
+    if group_name is None:
+        return message
+    reduced = _compat.all_reduce(message, group_name)
+    reduced = torch.ops.syncbn.compiled_wait.default(reduced, group_name, direction, identity)
+    return _compat.wait(reduced)
+
+
+def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    """Return values [C] in ``dtype`` to be combined with ``input``, computed once per channel."""
+    constants = tensors.cast(torch.stack(values), dtype)
+    torch.ops.syncbn.compiled_materialize.default(constants)
+    return tuple(tensors.per_channel(constant, input) for constant in constants.unbind())
+
+
+_library = torch.library.Library("syncbn", "FRAGMENT")
+
+# The checks of an eager layer, for what is known to fail them: raises.
+_library.define(
+    "compiled_check(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+    "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
+    "SymInt? num_features, Tensor? residual, str? activation, float negative_slope, int[]? dims, "
+    "Tensor? mask, str? group_name, str layer_name) -> Tensor"
+)
+
+
+@torch.library.impl(_library, "compiled_check", "CompositeExplicitAutograd")
+def _compiled_check(input: Tensor, *values: Any) -> Tensor:
+    *fields, group_name, layer_name = values
+    layer = identity_named(layer_name)
+    group = sync.group_named(group_name, layer)
+    sync.check(input, Arguments(*fields), group, layer)
+    raise AssertionError("the graph was compiled for arguments that fail a check")
+
+
+@torch.library.register_fake("syncbn::compiled_check")
+def _(input: Tensor, *values: Any) -> Tensor:
+    # With a tensor on meta the graph runs this kernel in place of the other.
+    if not isinstance(input, _compat.FakeTensor):
+        return _compiled_check(input, *values)
+    return torch.empty_like(input)
+
+
+def _no_gradients(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
+    return (None,) * 16  # never runs, but the compiler traces it
+
+
+torch.library.register_autograd("syncbn::compiled_check", _no_gradients)
+
+
+_library.define(
+    "compiled_stats(Tensor input, str? group_name, Tensor call, Tensor? identity=None, "
+    "Tensor? mask=None) -> Tensor",
+    tags=(torch.Tag.flexible_layout,),
+)
+
+
+@torch.library.impl(_library, "compiled_stats", "CompositeExplicitAutograd")
+def _(
+    input: Tensor,
+    group_name: str | None,
+    call: Tensor,
+    identity: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    layer = identity_from(identity)
+    group = sync.group_named(group_name, layer)
+    _, message, _ = sync.start_forward(input, group, layer, mask=mask)
+    return message
+
+
+@torch.library.register_fake("syncbn::compiled_stats")
+def _(
+    input: Tensor,
+    group_name: str | None,
+    call: Tensor,
+    identity: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> Tensor:
+    return ops.batch_norm_stats(input, None if group_name is None else 0.0)
+
+
+# Waits for a collective and judges its sums, of which it returns all but the announcement.
+_library.define(
+    "compiled_wait(Tensor reduced, str group_name, str direction, Tensor? identity=None) -> Tensor"
+)
+
+
+@torch.library.impl(_library, "compiled_wait", "CompositeExplicitAutograd")
+def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None = None) -> Tensor:
+    group = collectives.group_named(group_name)
+    if direction == "forward":
+        direction = _compat.forward_direction()
+    history, layer = history_of(group), identity_from(identity)
+    record = history.record(layer, direction)
+    totals = sync.wait(reduced, group, record)
+    if not totals.is_cuda:
+        sync.judge(totals, group, record)
+        return totals[:-3].clone()  # an operator returns what is new
+    if direction == "recomputation":  # or its sums are those that were kept of the forward pass
+        tag_sum = history.sum_of(history.record(layer, "forward").tag, group)
+        if_kept = torch.where(totals[-3] == tag_sum, history.sum_of(record.tag, group), totals[-3])
+        totals = torch.cat([totals[:-3], if_kept.view(1), totals[-2:]])
+    return sync.judge_late(totals, *sync.judge_for(totals, group, record))
+
+
+@torch.library.register_fake("syncbn::compiled_wait")
+def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None = None) -> Tensor:
+    return reduced.new_empty(reduced.size(0) - 3)
+
+
+# batch_norm_apply without the normalization; nothing where the graph runs as a recomputation.
+_library.define(
+    "compiled_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+    "Tensor(c!)? num_batches_tracked, float? momentum, float eps, ScalarType input_dtype, "
+    "str? group_name, Tensor? identity=None)"
+    " -> (Tensor mean, Tensor invstd, Tensor count)"
+)
+
+
+@torch.library.impl(_library, "compiled_update", "CompositeExplicitAutograd")
+def _(
+    totals: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    input_dtype: torch.dtype,
+    group_name: str | None,
+    identity: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layer = identity_from(identity)
+    group = sync.group_named(group_name, layer)
+    try:
+        checks.check_eps(eps)
+        if momentum is not None:
+            checks.check_momentum(momentum)
+        ops.check_more_than_one_value(totals, totals.numel() // 2)
+    except (TypeError, ValueError) as error:
+        raise errors.with_layer_and_rank(error, layer, group) from None
+    no_input = totals.new_empty((0, totals.numel() // 2), dtype=input_dtype)
+    running = (running_mean, running_var, num_batches_tracked, momentum)
+    arguments = Arguments(None, None, *running, eps)
+    _, *statistics = _autograd.normalize(no_input, totals, arguments, group, layer, None)
+    mean, invstd, count = statistics
+    return mean, invstd, count
+
+
+@torch.library.register_fake("syncbn::compiled_update")
+def _(totals: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    channels = totals.size(0) // 2
+    return totals.new_empty(channels), totals.new_empty(channels), totals.new_empty(1)
+
+
+_library.define(
+    "compiled_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
+    "ScalarType weight_dtype, ScalarType bias_dtype, str? group_name=None, Tensor? identity=None, "
+    "Tensor? mask=None) "
+    "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
+    tags=(torch.Tag.flexible_layout,),
+)
+
+
+@torch.library.impl(_library, "compiled_backward_reduce", "CompositeExplicitAutograd")
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    group_name: str | None = None,
+    identity: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    layer = identity_from(identity)
+    _, sums, grad_weight, grad_bias, _ = sync.start_backward(
+        grad_output,
+        input,
+        mean,
+        invstd,
+        weight_dtype,
+        bias_dtype,
+        sync.group_named(group_name, layer),
+        layer,
+        mask=mask,
+    )
+    return sums, grad_weight, grad_bias
+
+
+@torch.library.register_fake("syncbn::compiled_backward_reduce")
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    group_name: str | None = None,
+    identity: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tag = None if group_name is None else 0.0
+    return ops.batch_norm_backward_reduce(
+        grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag
+    )
+
+
+# Does nothing. Inductor, told that it changes the values, computes them before it and not again for
+# each element that they are combined with.
+_library.define("compiled_materialize(Tensor(a!) values) -> ()")
+
+
+@torch.library.impl(_library, "compiled_materialize", "CompositeExplicitAutograd")
+def _(values: Tensor) -> None:
+    return None
+
+
+@torch.library.register_fake("syncbn::compiled_materialize")
+def _(values: Tensor) -> None:
+    return None

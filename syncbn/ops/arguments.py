@@ -1,0 +1,75 @@
+"""The arguments of a pass besides its input and its group."""
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import NamedTuple, SupportsFloat, TypeGuard
+
+import torch
+from torch import Tensor
+
+__all__ = ["Arguments", "is_number"]
+
+
+Operands = tuple[
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    Tensor | None,
+    float | None,
+    float,
+]
+
+
+class Arguments(NamedTuple):
+    """Vectors [C] and numbers of a layer, or of a call of the function, and what follows.
+
+    A ``momentum`` of None is the cumulative average and needs ``num_batches_tracked``, which grows
+    by one in training. ``num_features`` is the C that a layer was made for. ``residual``, of the
+    input's shape and dtype, is added to the normalized input, then comes the ``activation``, a key
+    of :data:`syncbn.ops.epilogue.NUMBERS`. ``dims`` are the numbers of dimensions that a layer
+    takes; None for two or more. ``mask`` is false at places that do not count: as it was given, or,
+    once it has been checked, as :func:`syncbn.ops.masks.as_places` makes it.
+    """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    momentum: float | None
+    eps: float
+    num_features: int | None = None
+    residual: Tensor | None = None
+    activation: str | None = None
+    negative_slope: float = 0.01
+    dims: Sequence[int] | None = None
+    mask: Tensor | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether anything follows the normalization."""
+        return self.activation is not None or self.residual is not None
+
+    @property
+    def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """Weight, bias, running_mean and running_var."""
+        return self[:4]
+
+    def for_operators(self) -> Operands:
+        """Return those of the normalization, with plain floats for the numbers."""
+        momentum = None if self.momentum is None else float(self.momentum)
+        return *self[:5], momentum, float(self.eps)
+
+    def without_running(self) -> "Arguments":
+        """Return them for a pass that updates nothing."""
+        return self._replace(
+            running_mean=None, running_var=None, num_batches_tracked=None, momentum=0.0
+        )
+
+
+def is_number(value: object) -> TypeGuard[SupportsFloat]:
+    """Whether a value is a real number, or a tensor without dimensions that holds one."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and (value.is_floating_point() or value.dtype == torch.int64)
+    return isinstance(value, Real) and not isinstance(value, bool)

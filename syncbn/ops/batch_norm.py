@@ -1,0 +1,520 @@
+"""The operators as typed Python calls.
+
+csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula. Those of
+:mod:`syncbn.ops.fallback` stand in where csrc has none for a device. A ``mask`` is that of
+:func:`syncbn.ops.masks.as_places`: operators take one on CPUs; elsewhere masked places are filled
+before sums and set to zero behind outputs.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn import _compat
+from syncbn.ops import (
+    masks,
+    tensors,
+)
+from syncbn.ops.fallback import ONE_VALUE
+
+__all__ = [
+    "ONE_VALUE",
+    "PassesDifferError",
+    "WithdrawnError",
+    "batch_norm_apply",
+    "batch_norm_backward",
+    "batch_norm_backward_apply",
+    "batch_norm_backward_reduce",
+    "batch_norm_backward_reduce_dz",
+    "batch_norm_forward",
+    "batch_norm_stats",
+    "check_more_than_one_value",
+]
+
+
+def _check_devices(input: Tensor, vectors: list[Tensor | None], *statistics: Tensor | None) -> None:
+    """Raise RuntimeError where one tensor on the meta device has brought the others along.
+
+    ``statistics`` are float64, and so on the CPU where the input's device has no float64.
+    """
+    listed = [(tensor, input.device) for tensor in vectors]
+    listed += [(tensor, tensors.of_statistics(input.device)) for tensor in statistics]
+    found = {(str(tensor.device), str(place)) for tensor, place in listed if tensor is not None}
+    if any(device != place for device, place in found):
+        devices_found = sorted({str(input.device)} | {device for device, _ in found})
+        raise RuntimeError(f"syncbn: expected all tensors on one device, but got {devices_found}")
+
+
+def _new_statistics(input: Tensor, size: int) -> Tensor:
+    place = tensors.of_statistics(input.device)
+    return input.new_empty(size, dtype=torch.float64, device=place)
+
+
+def _new_gradient(input: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.float64:
+        return _new_statistics(input, input.size(1))
+    return input.new_empty(input.size(1), dtype=dtype)
+
+
+@torch.library.register_fake("syncbn::batch_norm_stats")
+def _(
+    input: Tensor, tag: float | None = None, outlook: float = 0.0, mask: Tensor | None = None
+) -> Tensor:
+    _check_devices(input, [mask])
+    size = 2 * input.size(1) + (1 if tag is None else 4)
+    return _new_statistics(input, size)
+
+
+@torch.library.register_fake("syncbn::batch_norm_apply")
+def _(
+    input: Tensor,
+    totals: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    tag_sum: float | None = None,
+    verdict: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+    constants: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    vectors = [weight, bias, running_mean, running_var, num_batches_tracked, residual, mask]
+    _check_devices(input, vectors, totals, constants)
+    channels = input.size(1)
+    return (
+        torch.empty_like(input),
+        totals.new_empty(channels),
+        totals.new_empty(channels),
+        totals.new_empty(1),
+    )
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward_reduce")
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    tag: float | None = None,
+    outlook: float = 0.0,
+    constants: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_devices(input, [grad_output, mask], mean, invstd, constants)
+    channels = input.size(1)
+    return (
+        mean.new_empty(2 * channels + (0 if tag is None else 4)),
+        _new_gradient(input, weight_dtype),
+        _new_gradient(input, bias_dtype),
+    )
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward_reduce_dz")
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    tag: float | None,
+    outlook: float,
+    constants: Tensor | None,
+    activation: int,
+    negative_slope: float,
+    residual: Tensor | None,
+    output: Tensor | None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _check_devices(input, [grad_output, residual, output, mask], mean, invstd, constants)
+    channels = input.size(1)
+    return (
+        mean.new_empty(2 * channels + (0 if tag is None else 4)),
+        _new_gradient(input, weight_dtype),
+        _new_gradient(input, bias_dtype),
+        torch.empty_like(input),
+    )
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward_apply")
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    sums: Tensor,
+    count: Tensor,
+    tag_sum: float | None = None,
+    verdict: Tensor | None = None,
+    constants: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+    mask: Tensor | None = None,
+) -> Tensor:
+    _check_devices(input, [grad_output, weight, mask], mean, invstd, sums, count, constants)
+    return torch.empty_like(input)
+
+
+@torch.library.register_fake("syncbn::batch_norm_forward")
+def _(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+    constants: Tensor | None = None,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    vectors = [weight, bias, running_mean, running_var, num_batches_tracked, residual, mask]
+    _check_devices(input, vectors, constants)
+    mean, invstd = (_new_statistics(input, input.size(1)) for _ in range(2))
+    return torch.empty_like(input), mean, invstd, _new_statistics(input, 1)
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward")
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    count: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    constants: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check_devices(input, [grad_output, weight, mask], mean, invstd, count, constants)
+    grad_weight, grad_bias = (_new_gradient(input, dtype) for dtype in (weight_dtype, bias_dtype))
+    return torch.empty_like(input), grad_weight, grad_bias
+
+
+# Looked up once: each attribute costs as much as a check.
+_batch_norm_stats = torch.ops.syncbn.batch_norm_stats.default
+_batch_norm_apply = torch.ops.syncbn.batch_norm_apply.default
+_batch_norm_backward_reduce = torch.ops.syncbn.batch_norm_backward_reduce.default
+_batch_norm_backward_reduce_dz = torch.ops.syncbn.batch_norm_backward_reduce_dz.default
+_batch_norm_backward_apply = torch.ops.syncbn.batch_norm_backward_apply.default
+_batch_norm_forward = torch.ops.syncbn.batch_norm_forward.default
+_batch_norm_backward = torch.ops.syncbn.batch_norm_backward.default
+
+
+# What operators take for a residual and an activation; by default none, which costs nothing.
+Fused = Tensor | float | None
+
+
+class WithdrawnError(RuntimeError):
+    """Sums over all ranks hold the message of a rank that has withdrawn."""
+
+
+class PassesDifferError(RuntimeError):
+    """Sums over all ranks hold messages of different passes."""
+
+
+# Operators against the stable ABI raise RuntimeError and nothing else.
+_CLASSES = {
+    "CUDA out of memory.": torch.OutOfMemoryError,  # which programs look for
+    "another rank of the process group withdrew": WithdrawnError,
+    "the ranks of the process group run different passes": PassesDifferError,
+    ONE_VALUE: ValueError,
+}
+
+
+def _in_its_class(error: RuntimeError) -> Exception:
+    for beginning, kind in _CLASSES.items():
+        if str(error).startswith(beginning):
+            return kind(str(error))
+    return error
+
+
+def _writer(operator: Any) -> Callable[..., Any]:
+    """Return an operator that writes to some of its operands, as it is to be called."""
+    if _compat.allows_mutation_of_saved():
+        return functools.partial(_announce_and_write, operator)
+    return operator  # type: ignore[no-any-return]
+
+
+def _announce_and_write(operator: Any, *operands: Any, **masked: Tensor) -> Any:
+    """Call an operator once its writes have been seen by a mode that does not take the operator."""
+    written = _compat.arguments_written(operator)
+    for operand, is_written in zip(operands, written, strict=False):
+        if is_written and operand is not None:
+            operand.copy_(operand)
+    with _compat.without_dispatch_modes():
+        return operator(*operands, **masked)
+
+
+def _as_keyword(mask: Tensor, input: Tensor) -> dict[str, Tensor]:
+    """Return the mask for an operator; nothing where the operators take none."""
+    return {"mask": mask} if input.is_cpu and tensors.has_operators(input.device) else {}
+
+
+def check_more_than_one_value(totals: Tensor, channels: int) -> None:
+    """Raise ValueError if sums are of one value per channel, where the host may look at them."""
+    can_look = type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
+    if can_look and totals[2 * channels] == 1:
+        raise ValueError(ONE_VALUE)
+
+
+def batch_norm_stats(
+    input: Tensor, tag: float | None = None, outlook: float = 0.0, *, mask: Tensor | None = None
+) -> Tensor:
+    """Compute this rank's message: sum of x, sum of x² and number of values, float64 [2C+1].
+
+    With a tag [2C+4], ending with tag, outlook and its square.
+    """
+    masked, filling = {} if mask is None else _as_keyword(mask, input), None
+    if mask is not None and not masked:
+        input, filling = masks.fill(input, mask)
+    try:
+        message: Tensor = _batch_norm_stats(input, tag, outlook, **masked)
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+    if mask is not None and filling is not None:
+        masks.take_out_(message, filling, mask)
+    return message
+
+
+def batch_norm_apply(
+    input: Tensor,
+    totals: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    tag_sum: float | None = None,
+    verdict: Tensor | None = None,
+    *fused: Fused,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalize, and update the running statistics: output, mean [C], invstd [C], count [1].
+
+    ``num_batches_tracked`` may have any dtype here. ``fused`` are residual, activation,
+    negative_slope and constants, which are written.
+    """
+    masked = {} if mask is None else _as_keyword(mask, input)
+    counter = _as_int64(num_batches_tracked)
+    try:
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _writer(_batch_norm_apply)(
+            input,
+            totals,
+            weight,
+            bias,
+            running_mean,
+            running_var,
+            counter,
+            momentum,
+            eps,
+            tag_sum,
+            verdict,
+            *fused,
+            **masked,
+        )
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+    _copy_back(counter, num_batches_tracked)
+    if mask is not None and not masked:
+        masks.clear_(results[0], mask)
+    return results
+
+
+def batch_norm_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    *fused: Fused,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what :func:`batch_norm_apply` does, by the statistics of this process's input."""
+    masked = {} if mask is None else _as_keyword(mask, input)
+    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    if mask is not None and not masked:
+        totals = batch_norm_stats(input, mask=mask)
+        judge = (None, None)
+        return batch_norm_apply(input, totals, *vectors, momentum, eps, *judge, *fused, mask=mask)
+    counter = _as_int64(num_batches_tracked)
+    try:
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _writer(_batch_norm_forward)(
+            input, *vectors[:4], counter, momentum, eps, *fused, **masked
+        )
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+    _copy_back(counter, num_batches_tracked)
+    return results
+
+
+def _as_int64(num_batches_tracked: Tensor | None) -> Tensor | None:
+    if num_batches_tracked is None or num_batches_tracked.dtype is torch.int64:
+        return num_batches_tracked
+    return num_batches_tracked.to(torch.int64)
+
+
+def _copy_back(counter: Tensor | None, num_batches_tracked: Tensor | None) -> None:
+    if counter is not num_batches_tracked and num_batches_tracked is not None:
+        assert counter is not None
+        num_batches_tracked.copy_(counter)
+
+
+def batch_norm_backward_reduce(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype = torch.float64,
+    bias_dtype: torch.dtype = torch.float64,
+    tag: float | None = None,
+    outlook: float = 0.0,
+    *fused: Fused,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute this rank's sums of dz and dz·xhat, float64 [2C], and grad_weight, grad_bias [C].
+
+    dz is dy, or its product with the derivative of an activation: ``fused`` are constants,
+    activation and negative_slope. With a tag the sums are [2C+4], ending with 0, tag, outlook and
+    its square.
+    """
+    masked = {} if mask is None else _as_keyword(mask, input)
+    if mask is not None and not masked:
+        # dz is 0 where dy is, and times 0 the deviation of what has been filled.
+        grad_output, (input, _) = masks.clear(grad_output, mask), masks.fill(input, mask)
+    operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook)
+    try:
+        results: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward_reduce(
+            *operands, *fused, **masked
+        )
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+    return results
+
+
+def batch_norm_backward_reduce_dz(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    tag: float | None,
+    outlook: float,
+    *fused: Fused,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what :func:`batch_norm_backward_reduce` does, and store dz.
+
+    ``fused`` are constants, activation, negative_slope, residual and output.
+    """
+    masked = {} if mask is None else _as_keyword(mask, input)
+    if mask is not None and not masked:
+        grad_output, (input, _) = masks.clear(grad_output, mask), masks.fill(input, mask)
+        *source, residual, output = fused
+        if isinstance(residual, Tensor):  # an output has zeros there
+            residual = masks.clear(residual, mask)
+        fused = (*source, residual, output)
+    operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook)
+    try:
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_backward_reduce_dz(
+            *operands, *fused, **masked
+        )
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+    return results
+
+
+def batch_norm_backward_apply(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    sums: Tensor,
+    count: Tensor,
+    tag_sum: float | None = None,
+    verdict: Tensor | None = None,
+    *fused: Fused,
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Compute the gradient of the input from the sums of the whole group.
+
+    ``fused`` are constants, activation and negative_slope.
+    """
+    masked = {} if mask is None else _as_keyword(mask, input)
+    operands = (grad_output, input, mean, invstd, weight, sums, count, tag_sum, verdict)
+    try:
+        grad_input: Tensor = _writer(_batch_norm_backward_apply)(*operands, *fused, **masked)
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+    if mask is not None and not masked:
+        masks.clear_(grad_input, mask)
+    return grad_input
+
+
+def batch_norm_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    count: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    *fused: Fused,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of input, weight and bias of a process that is alone.
+
+    ``fused`` are constants, activation and negative_slope.
+    """
+    masked = {} if mask is None else _as_keyword(mask, input)
+    saved, dtypes = (mean, invstd), (weight_dtype, bias_dtype)
+    if mask is not None and not masked:
+        sums, grad_weight, grad_bias = batch_norm_backward_reduce(
+            grad_output, input, *saved, *dtypes, None, 0.0, *fused, mask=mask
+        )
+        grad_input = batch_norm_backward_apply(
+            grad_output, input, *saved, weight, sums, count, None, None, *fused, mask=mask
+        )
+        return grad_input, grad_weight, grad_bias
+    try:
+        gradients: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward(
+            grad_output, input, *saved, weight, count, *dtypes, *fused, **masked
+        )
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+    return gradients
+
+
+# Their results never require a gradient: the callers give it.
+_library = torch.library.Library("syncbn", "IMPL", "Autograd")
+_REDUCTIONS = ("stats", "backward_reduce", "backward_reduce_dz")
+for _name in (*_REDUCTIONS, "apply", "backward_apply", "forward", "backward"):
+    _library.impl(f"batch_norm_{_name}", torch.library.fallthrough_kernel)

@@ -1,0 +1,464 @@
+"""The operators of csrc as torch's own expressions: for devices that csrc has no kernels for.
+
+csrc/ops.cpp holds their contract. The dispatcher takes them where nothing else is registered. The
+layer has checked their arguments; here torch's expressions refuse what does not fit. Their results
+never require a gradient.
+
+Values are computed in float32, those of float64 inputs in float64, by the formulas of
+csrc/common/formulas.h. What is summed over the batch are deviations from a center next to the mean:
+a mean far from zero costs no accuracy. Statistics, one for each channel, are float64: on the device
+or, where it has no float64, on the CPU.
+
+On CUDA devices (ROCm's are called so) nothing waits for the device. On others a pass waits once, to
+raise at once what is wrong.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn.ops import _extension, tensors
+
+__all__ = ["ONE_VALUE", "OPERATORS", "multiply_add"]
+
+
+_RELU, _LEAKY_RELU = 1, 2  # csrc/common/activations.h
+
+# csrc/common/dtype.h: a positive number up to this is zero in the dtype. Of others that is zero.
+_LARGEST_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
+
+# csrc/common/checks.h
+ONE_VALUE = "Expected more than 1 value per channel when training, got 1 in the whole batch"
+
+_announced = False
+
+
+def _announce(device: torch.device) -> None:
+    """Say once in a process that a device has no operators."""
+    global _announced
+    if _announced:
+        return
+    _announced = True
+    reason = f" ({_extension.cuda_missing})" if device.type == "cuda" else ""
+    where = "" if tensors.has_float64(device) else ", its statistics on the CPU, in float64"
+    warnings.warn(
+        f"syncbn has no operators for {device.type!r} tensors in this build{reason}: SyncBatchNorm "
+        f"trains there by torch's expressions, which takes more time and memory{where}. Where that "
+        "matters use a device with operators, which `python -m syncbn.collect_env` lists; said "
+        "once in a process",
+        stacklevel=2,
+    )
+
+
+# Between the device of a batch and the place of its statistics. A dtype changes where float64 is.
+
+
+def _to_statistics(values: Tensor, device: torch.device) -> Tensor:
+    return values.to(device).to(torch.float64)
+
+
+def _to_batch(statistics: list[Tensor], batch: Tensor) -> tuple[Tensor, ...]:
+    """Return values [C] to be combined with the batch, in the dtype that it is computed in."""
+    values = torch.stack(statistics).to(tensors.compute_dtype(batch)).to(batch.device)
+    return tuple(tensors.per_channel(value, batch) for value in values)
+
+
+def _vector(vector: Tensor | None, if_none: float, like: Tensor) -> Tensor:
+    """Return a weight or bias as statistics, those of ``like``."""
+    return torch.full_like(like, if_none) if vector is None else _to_statistics(vector, like.device)
+
+
+def _gradient(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the gradient of a parameter; in float64, which no parameter there has, where it is."""
+    values = tensors.cast(values, dtype)
+    fits = dtype != torch.float64 or tensors.has_float64(device)
+    return (values.to(device) if fits else values).clone()
+
+
+def _center(mean: Tensor, batch: Tensor) -> Tensor:
+    """Return the mean, rounded to the type that the batch is computed in, as statistics."""
+    return mean.to(tensors.compute_dtype(batch)).to(torch.float64)
+
+
+def _sums(batch: Tensor, *terms: Tensor) -> tuple[Tensor, ...]:
+    """Return the sums of terms of the batch's shape, for each channel, as statistics."""
+    dims = [dim for dim in range(batch.dim()) if dim != 1]
+    dtype = tensors.widest(batch.device)
+    sums = torch.stack([term.sum(dims, dtype=dtype) for term in terms])
+    return _to_statistics(sums, tensors.of_statistics(batch.device)).unbind()
+
+
+def _end(like: Tensor, *numbers: float) -> list[Tensor]:
+    """Return the end of a message, by no copy from the host, which would wait for the device."""
+    return [like.new_full((1,), number) for number in numbers]
+
+
+@torch.no_grad()
+def batch_norm_stats(input: Tensor, tag: float | None = None, outlook: float = 0.0) -> Tensor:
+    """Compute this rank's message."""
+    _announce(input.device)
+    channels = input.size(1)
+    count = input.numel() // channels
+    if count == 0:
+        place = tensors.of_statistics(input.device)
+        sums = squares = torch.zeros(channels, dtype=torch.float64, device=place)
+    else:
+        x = tensors.cast(input, tensors.compute_dtype(input))
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        center = x.mean(dims, keepdim=True)
+        deviation = x - center
+        sum_of_deviations, m2 = _sums(x, deviation, deviation.square())
+        rest = sum_of_deviations / count
+        mean = _to_statistics(center.flatten(), rest.device) + rest
+        m2 = (m2 - sum_of_deviations * rest).clamp(min=0)
+        # csrc/common/message.h: the squares are about the mean that will be read from the sums.
+        sums = mean * count
+        squares = m2 + sums * (sums / count)
+    announcement = () if tag is None else (tag, outlook, outlook**2)
+    return torch.cat([sums, squares, *_end(sums, count, *announcement)])
+
+
+def _count(
+    count: Tensor, sums: Tensor, channels: int, tag_sum: float | None, verdict: Tensor | None
+) -> Tensor:
+    """Return the count [1] that sums over all ranks are of; NaN if they are not sound.
+
+    Raises:
+        RuntimeError: They are not, or a group has one value per channel, and the host may look at
+            them: in csrc's words.
+    """
+    withdrawn = sums[2 * channels : 2 * channels + 1].isnan()
+    differ = torch.zeros_like(withdrawn)
+    if tag_sum is not None:
+        differ = sums[2 * channels + 1 : 2 * channels + 2] != tag_sum
+    if sums.is_cuda or verdict is not None:
+        if verdict is not None and tag_sum is not None:
+            # All in the order of the stream, and so is what another pass has noted.
+            noted = verdict.to(sums.device, non_blocking=True)
+            note = torch.where(withdrawn, -tag_sum, torch.where(differ, tag_sum, 0.0))
+            verdict.copy_(torch.where(noted == 0, note, noted), non_blocking=True)
+        return torch.where(withdrawn | differ, torch.nan, count)
+    number, has_differed = torch.cat([sums[2 * channels : 2 * channels + 1], differ]).tolist()
+    if number != number:
+        raise RuntimeError(
+            "another rank of the process group withdrew from this pass because of an error; that "
+            "rank's own message says which"
+        )
+    if has_differed:
+        raise RuntimeError("the ranks of the process group run different passes")
+    if number == 1 and tag_sum is not None:  # sums of a backward pass have a 0
+        raise RuntimeError(ONE_VALUE)
+    return count
+
+
+def _update(
+    running: Tensor, batch: Tensor, factor: float | Tensor, sound: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the old and the new values of running statistics; add to ``sound`` where they fit."""
+    old = _to_statistics(running, batch.device)
+    new = (1 - factor) * old + factor * batch
+    sound.append(new <= torch.finfo(running.dtype).max)
+    return old, new
+
+
+@torch.no_grad()
+def batch_norm_apply(
+    input: Tensor,
+    totals: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    tag_sum: float | None = None,
+    verdict: Tensor | None = None,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+    constants: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Normalize, and update the running statistics."""
+    channels = input.size(1)
+    count = totals[2 * channels : 2 * channels + 1]
+    count = _count(count, totals, channels, tag_sum, verdict).clone()
+    sums, squares = totals[: 2 * channels].chunk(2)
+    divisor = count.clamp(min=1)  # the sums of no values are zero
+    mean = sums / divisor
+    m2 = (squares - sums * mean).clamp(min=0)
+    invstd = 1 / (m2 / divisor + eps).sqrt()
+
+    has_values = count > 0
+    factor: float | Tensor = momentum or 0.0
+    if num_batches_tracked is not None:
+        is_new = has_values.to(torch.int64).to(num_batches_tracked.device)
+        num_batches_tracked.data.add_(is_new.view_as(num_batches_tracked))
+        if momentum is None:
+            tracked = _to_statistics(num_batches_tracked, mean.device).view(1)
+            factor = 1 / tracked.clamp(min=1)
+    if running_mean is not None and running_var is not None:
+        fits = [has_values]
+        old_mean, new_mean = _update(running_mean, mean, factor, fits)
+        fits.append(new_mean >= -torch.finfo(running_mean.dtype).max)
+        unbiased = m2 / (count - 1).clamp(min=1)
+        old_var, new_var = _update(running_var, unbiased, factor, fits)
+        is_sound = fits[0] & fits[1] & fits[2] & fits[3]
+        if momentum is None:  # csrc/common/running.h
+            old_mean, old_var = (torch.where(has_values, torch.nan, t) for t in (old_mean, old_var))
+        for running, old, new in (
+            (running_mean, old_mean, new_mean),
+            (running_var, old_var, new_var),
+        ):
+            # Through .data: the layer raises the version, here as behind the operators of csrc.
+            running.data.copy_(torch.where(is_sound, new, old).to(running.dtype))
+
+    center = _center(mean, input)
+    scale = invstd * _vector(weight, 1, mean)
+    shift = _vector(bias, 0, mean) - (mean - center) * scale
+    if constants is not None:
+        constants.copy_(torch.cat([scale, shift]))
+    z = multiply_add(input, *_to_batch([center, scale, shift], input))
+    if residual is not None:
+        z = z + residual
+    y = _activate(z, activation, negative_slope, input.dtype)
+    return torch.empty_like(input).copy_(y), mean, invstd, count
+
+
+def multiply_add(input: Tensor, center: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return (input - center) * scale + shift, in the dtype of the constants.
+
+    Each operation is rounded, so that a forward and a backward pass find the same values.
+    """
+    return (tensors.cast(input, center.dtype) - center) * scale + shift
+
+
+def _activate(z: Tensor, activation: int, negative_slope: float, dtype: torch.dtype) -> Tensor:
+    zero = _LARGEST_ZERO.get(dtype, 0.0)
+    if activation == 0:
+        return z
+    if activation == _RELU:
+        return torch.where(z <= zero, 0.0, z)
+    if activation == _LEAKY_RELU:
+        return torch.where(z > zero, z, z * negative_slope)
+    return z * torch.sigmoid(z)
+
+
+def _through(
+    grad_output: Tensor, z: Tensor, activation: int, negative_slope: float, dtype: torch.dtype
+) -> Tensor:
+    """Return ``grad_output`` times the derivative at ``z``."""
+    zero = _LARGEST_ZERO.get(dtype, 0.0)
+    if activation == _RELU:
+        return torch.where(z <= zero, 0.0, grad_output)
+    if activation == _LEAKY_RELU:
+        return torch.where(z > zero, grad_output, grad_output * negative_slope)
+    sigmoid = torch.sigmoid(z)
+    return grad_output * (sigmoid + sigmoid * (z - z * sigmoid))
+
+
+def _gradient_behind(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    constants: Tensor | None,
+    activation: int,
+    negative_slope: float,
+    residual: Tensor | None = None,
+    output: Tensor | None = None,
+) -> Tensor:
+    """Return dz, unrounded: ``grad_output`` through the activation."""
+    dy = tensors.cast(grad_output, tensors.compute_dtype(input))
+    if activation == 0:
+        return dy
+    if output is not None:  # which has the sign of z
+        z = tensors.cast(output, dy.dtype)
+    else:
+        assert constants is not None
+        z = multiply_add(input, *_to_batch([_center(mean, input), *constants.chunk(2)], input))
+        if residual is not None:
+            z = z + residual
+    return _through(dy, z, activation, negative_slope, input.dtype)
+
+
+@torch.no_grad()
+def batch_norm_backward_reduce(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    tag: float | None = None,
+    outlook: float = 0.0,
+    constants: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute this rank's sums of dz and dz·xhat, and the gradients of weight and bias."""
+    dz = _gradient_behind(grad_output, input, mean, constants, activation, negative_slope)
+    return _reduce(dz, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook)
+
+
+@torch.no_grad()
+def batch_norm_backward_reduce_dz(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    tag: float | None,
+    outlook: float,
+    constants: Tensor | None,
+    activation: int,
+    negative_slope: float,
+    residual: Tensor | None,
+    output: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what :func:`batch_norm_backward_reduce` does, and store dz."""
+    following = (constants, activation, negative_slope, residual, output)
+    dz = _gradient_behind(grad_output, input, mean, *following)
+    results = _reduce(dz, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook)
+    return *results, torch.empty_like(input).copy_(dz)
+
+
+def _reduce(
+    dz: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    tag: float | None,
+    outlook: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    center = _center(mean, input)
+    (on_device,) = _to_batch([center], input)
+    deviation = tensors.cast(input, on_device.dtype) - on_device
+    sum_dz, sum_products = _sums(input, dz, dz * deviation)
+    # What rounding the center has left of the mean is made good for.
+    sum_dz_xhat = (sum_products - (mean - center) * sum_dz) * invstd
+    end = () if tag is None else (0.0, tag, outlook, outlook**2)
+    return (
+        torch.cat([sum_dz, sum_dz_xhat, *_end(sum_dz, *end)]),
+        _gradient(sum_dz_xhat, weight_dtype, input.device),
+        _gradient(sum_dz, bias_dtype, input.device),
+    )
+
+
+@torch.no_grad()
+def batch_norm_backward_apply(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    sums: Tensor,
+    count: Tensor,
+    tag_sum: float | None = None,
+    verdict: Tensor | None = None,
+    constants: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+) -> Tensor:
+    """Compute the gradient of the input from the sums of the whole group."""
+    channels = input.size(1)
+    if tag_sum is not None:
+        count = _count(count, sums, channels, tag_sum, verdict)
+    mean_dz, mean_dz_xhat = (sums[: 2 * channels] / count.clamp(min=1)).chunk(2)
+    center = _center(mean, input)
+    scale = invstd * _vector(weight, 1, mean)
+    slope = -scale * invstd * mean_dz_xhat
+    shift = -scale * mean_dz - (mean - center) * slope
+    dz = _gradient_behind(grad_output, input, mean, constants, activation, negative_slope)
+    center, slope, shift, scale = _to_batch([center, slope, shift, scale], input)
+    grad_input = dz * scale + multiply_add(input, center, slope, shift)
+    return torch.empty_like(input).copy_(grad_input)
+
+
+@torch.no_grad()
+def batch_norm_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    residual: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+    constants: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compute what :func:`batch_norm_apply` does, by the statistics of this process's input."""
+    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    following = (residual, activation, negative_slope, constants)
+    totals = batch_norm_stats(input)
+    return batch_norm_apply(input, totals, *vectors, momentum, eps, None, None, *following)
+
+
+@torch.no_grad()
+def batch_norm_backward(
+    grad_output: Tensor,
+    input: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    count: Tensor,
+    weight_dtype: torch.dtype,
+    bias_dtype: torch.dtype,
+    constants: Tensor | None = None,
+    activation: int = 0,
+    negative_slope: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of input, weight and bias of a process that is alone."""
+    following = (constants, activation, negative_slope)
+    sums, *gradients = batch_norm_backward_reduce(
+        grad_output, input, mean, invstd, weight_dtype, bias_dtype, None, 0.0, *following
+    )
+    grad_input = batch_norm_backward_apply(
+        grad_output, input, mean, invstd, weight, sums, count, None, None, *following
+    )
+    grad_weight, grad_bias = gradients
+    return grad_input, grad_weight, grad_bias
+
+
+OPERATORS = (
+    batch_norm_stats,
+    batch_norm_apply,
+    batch_norm_backward_reduce,
+    batch_norm_backward_reduce_dz,
+    batch_norm_backward_apply,
+    batch_norm_forward,
+    batch_norm_backward,
+)
+
+
+def _for_other_devices(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the operator, refusing what a device with operators has no kernel for.
+
+    The dispatcher also comes here with quantized, sparse and nested tensors.
+    """
+
+    @functools.wraps(operator)
+    def call(batch: Tensor, *arguments: Any, **keywords: Any) -> Any:
+        if tensors.has_operators(batch.device):
+            raise NotImplementedError(
+                f"syncbn::{operator.__name__} takes dense tensors without subclasses on "
+                f"{batch.device.type}, neither sparse nor nested nor quantized ones"
+            )
+        return operator(batch, *arguments, **keywords)
+
+    return call
+
+
+# Behind every kernel that csrc registers for a device.
+_library = torch.library.Library("syncbn", "IMPL", "CompositeExplicitAutograd")
+for _operator in OPERATORS:
+    _library.impl(_operator.__name__, _for_other_devices(_operator))

@@ -1,0 +1,113 @@
+"""Layouts and dtypes of tensors, as the operators take them and as torch's operators give them."""
+
+import torch
+from torch import Tensor
+
+from syncbn import _compat
+from syncbn.ops import _extension
+
+__all__ = [
+    "as_dense",
+    "cast",
+    "compute_dtype",
+    "has_float64",
+    "has_operators",
+    "of_statistics",
+    "per_channel",
+    "widest",
+]
+
+
+# By torch's definition. Not tried: a graph of CUDA that is being captured refuses to be waited for.
+_HAVE_FLOAT64 = ("cpu", "cuda", "meta")
+
+_found: dict[torch.device, bool] = {}
+
+
+def has_operators(device: torch.device) -> bool:
+    """Whether operators of csrc run on the device; :mod:`syncbn.ops.fallback` runs on all."""
+    return device.type in _extension.device_types
+
+
+@_compat.constant_in_graphs
+def has_float64(device: torch.device) -> bool:
+    """Whether the device computes in float64, which is tried once: devices of one type differ."""
+    if device.type in _HAVE_FLOAT64:
+        return True
+    if device not in _found:
+        _found[device] = _try_float64(device)
+    return _found[device]
+
+
+def _try_float64(device: torch.device) -> bool:
+    """Whether a sum that float32 does not hold survives: some devices take float32 silently."""
+    value = 1 + 2.0**-40
+    with _compat.without_dispatch_modes():
+        try:
+            one = torch.ones(1, dtype=torch.float64, device=device)
+            return (one + 2.0**-40).cpu().item() == value
+        except (NotImplementedError, RuntimeError, TypeError):
+            return False
+
+
+def of_statistics(device: torch.device) -> torch.device:
+    """Return where float64 statistics of tensors on the device are: there, or on the CPU."""
+    return device if has_float64(device) else torch.device("cpu")
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the widest floating dtype that the device computes in."""
+    return torch.float64 if has_float64(device) else torch.float32
+
+
+# Dimensions from the fastest to the slowest, where the channel is the fastest.
+_CHANNELS_LAST = {
+    4: (torch.channels_last, (1, 3, 2, 0)),
+    5: (torch.channels_last_3d, (1, 4, 3, 2, 0)),
+}
+
+
+def as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return ``tensor`` in the memory format that torch's batch norm gives its output for ``like``.
+
+    That is contiguous, or channels-last where the strides of a 4-D or 5-D tensor say so, with gaps
+    between its values or without. ``like`` is ``tensor`` itself if it is not given.
+    """
+    like = tensor if like is None else like
+    if like.is_contiguous():
+        return tensor.contiguous()
+    return tensor.contiguous(memory_format=_memory_format(like))
+
+
+def _memory_format(tensor: Tensor) -> torch.memory_format:
+    if tensor.dim() not in _CHANNELS_LAST:
+        return torch.contiguous_format
+    channels_last, order = _CHANNELS_LAST[tensor.dim()]
+    if tensor.is_contiguous(memory_format=channels_last):  # with any strides of a size of one
+        return channels_last
+    least = 0
+    for dim in order:
+        size, stride = tensor.size(dim), tensor.stride(dim)
+        # An expanded dimension has no place in the order; the batch alone does not make one.
+        if stride == 0 or stride < least or (dim == 0 and least == tensor.stride(1)):
+            return torch.contiguous_format
+        least = stride * size if size > 1 else stride
+    return channels_last
+
+
+def per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """Return values [C] in a shape to be combined with a tensor (N, C, ...)."""
+    return values.view((1, -1) + (1,) * (like.dim() - 2))
+
+
+def compute_dtype(input: Tensor) -> torch.dtype:
+    """Return the dtype that the values of an input are computed in."""
+    return torch.float64 if input.dtype == torch.float64 else torch.float32
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``tensor.to(dtype)``, but do not trace one that would return ``tensor`` itself.
+
+    torch 2.11 loses the gradient of an output that such a call has returned: backward gets zeros.
+    """
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
