@@ -53,7 +53,7 @@ def normalize(
     Raises:
         TypeError, ValueError: As :func:`syncbn.ops.checks.check_training`; one value per channel in
             the whole batch, which is not noticed on CUDA.
-        RuntimeError: Another rank has withdrawn or makes another pass; the error names the layer
+        RuntimeError: Another rank has aborted or makes another pass; the error names the layer
             and the rank.
     """
     if _compat.is_recomputation():

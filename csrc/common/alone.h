@@ -35,10 +35,11 @@ struct Alone {
       std::optional<Tensor> residual, int64_t activation, double negative_slope,
       std::optional<Tensor> constants, std::optional<Tensor> mask) {
     constexpr const char* kOp = "syncbn::batch_norm_forward";
-    const Tensor totals = call_as(kOp, kStats, input, /*tag=*/std::nullopt, /*outlook=*/0, mask);
+    const Tensor totals =
+        call_as(kOp, kStats, input, /*fingerprint=*/std::nullopt, /*next_size=*/0, mask);
     return call_as(kOp, kApply, input, totals, std::move(weight), std::move(bias),
                    std::move(running_mean), std::move(running_var), std::move(num_batches_tracked),
-                   momentum, eps, /*tag_sum=*/std::nullopt, /*verdict=*/std::nullopt,
+                   momentum, eps, /*fingerprint_sum=*/std::nullopt, /*status=*/std::nullopt,
                    std::move(residual), activation, negative_slope, std::move(constants),
                    std::move(mask));
   }
@@ -49,13 +50,13 @@ struct Alone {
       ScalarType bias_dtype, std::optional<Tensor> constants, int64_t activation,
       double negative_slope, std::optional<Tensor> mask) {
     constexpr const char* kOp = "syncbn::batch_norm_backward";
-    auto [sums, grad_weight, grad_bias] =
-        call_as(kOp, kReduce, grad_output, input, mean, invstd, weight_dtype, bias_dtype,
-                /*tag=*/std::nullopt, /*outlook=*/0, constants, activation, negative_slope, mask);
+    auto [sums, grad_weight, grad_bias] = call_as(
+        kOp, kReduce, grad_output, input, mean, invstd, weight_dtype, bias_dtype,
+        /*fingerprint=*/std::nullopt, /*next_size=*/0, constants, activation, negative_slope, mask);
     Tensor grad_input =
         call_as(kOp, kBackwardApply, grad_output, input, mean, invstd, std::move(weight), sums,
-                count, /*tag_sum=*/std::nullopt, /*verdict=*/std::nullopt, std::move(constants),
-                activation, negative_slope, std::move(mask));
+                count, /*fingerprint_sum=*/std::nullopt, /*status=*/std::nullopt,
+                std::move(constants), activation, negative_slope, std::move(mask));
     return {grad_input, grad_weight, grad_bias};
   }
 };

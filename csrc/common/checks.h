@@ -222,29 +222,29 @@ inline ActivationChoice check_stored_sources(const char* op, const Tensor& input
   return choice;
 }
 
-inline Announcement to_announcement(const std::optional<double>& tag, double outlook) {
-  return {tag.has_value(), tag.value_or(0), outlook};
+inline Tail to_tail(const std::optional<double>& fingerprint, double next_size) {
+  return {fingerprint.has_value(), fingerprint.value_or(0), next_size};
 }
 
-inline Expectation to_expectation(const std::optional<double>& tag_sum) {
-  return {tag_sum.has_value(), tag_sum.value_or(0)};
+inline Expectation to_expectation(const std::optional<double>& fingerprint_sum) {
+  return {fingerprint_sum.has_value(), fingerprint_sum.value_or(0)};
 }
 
-// Sums over all ranks: `size` values, behind which an announcement may follow, or must if it is to
+// Sums over all ranks: `size` values, behind which a tail may follow, or must if it is to
 // be judged.
 inline void check_sums(const char* op, const char* name, const Tensor& sums, int64_t size,
                        const Expectation& expectation, const Tensor& input) {
-  const int64_t announced = announced_size(input.size(1));
-  const bool has_end = expectation.present || (sums.dim() == 1 && sums.size(0) == announced);
-  check_statistics(op, name, sums, has_end ? announced : size, input);
+  const int64_t announced = size_with_tail(input.size(1));
+  const bool has_tail = expectation.present || (sums.dim() == 1 && sums.size(0) == announced);
+  check_statistics(op, name, sums, has_tail ? announced : size, input);
 }
 
 // On the CPU, where the values can be looked at.
-inline void check_verdict(Verdict verdict) {
-  SYNCBN_CHECK(verdict != Verdict::kWithdrawn,
-               "another rank of the process group withdrew from this pass because of an error; "
+inline void check_status(Status status) {
+  SYNCBN_CHECK(status != Status::kAborted,
+               "another rank of the process group aborted this pass because of an error; "
                "that rank's own message says which");
-  SYNCBN_CHECK(verdict != Verdict::kDisagreement,
+  SYNCBN_CHECK(status != Status::kDisagreement,
                "the ranks of the process group run different passes");
 }
 

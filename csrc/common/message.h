@@ -3,7 +3,7 @@
 // no torch header.
 //
 // Backward it is two sums per channel. In a group, messages of both directions are of one length
-// and end with an announcement.
+// and end with a tail.
 #pragma once
 
 #include <cstdint>
@@ -13,50 +13,51 @@
 namespace syncbn {
 
 // What a rank says of itself in a message: 3 values behind the count, which ranks add up as well.
-// The last is the square of the outlook: both sums together tell whether all outlooks are equal.
-struct Announcement {
+// The last is the square of the next size: both sums together tell whether all next sizes are
+// equal.
+struct Tail {
   bool present = false;
-  double tag = 0;      // a number for what the rank does
-  double outlook = 0;  // the length of the message that it expects to send next, or 0
+  double fingerprint = 0;  // a number for what the rank does
+  double next_size = 0;    // the length of the message that it expects to send next, or 0
 };
 
-// The length of a message with an announcement, in both directions.
-SYNCBN_HOST_DEVICE constexpr int64_t announced_size(int64_t channels) { return 2 * channels + 4; }
+// The length of a message with a tail, in both directions.
+SYNCBN_HOST_DEVICE constexpr int64_t size_with_tail(int64_t channels) { return 2 * channels + 4; }
 
 // Writes all that comes behind the 2C sums.
-SYNCBN_HOST_DEVICE inline void write_end(double* message, int64_t channels, double count,
-                                         const Announcement& announcement) {
+SYNCBN_HOST_DEVICE inline void write_tail(double* message, int64_t channels, double count,
+                                          const Tail& tail) {
   message[2 * channels] = count;
-  if (announcement.present) {
-    message[2 * channels + 1] = announcement.tag;
-    message[2 * channels + 2] = announcement.outlook;
-    message[2 * channels + 3] = announcement.outlook * announcement.outlook;
+  if (tail.present) {
+    message[2 * channels + 1] = tail.fingerprint;
+    message[2 * channels + 2] = tail.next_size;
+    message[2 * channels + 3] = tail.next_size * tail.next_size;
   }
 }
 
-// What the ranks' announcements must add up to.
+// What the ranks' tails must add up to.
 struct Expectation {
   bool present = false;
-  double tag_sum = 0;
+  double fingerprint_sum = 0;
 };
 
-enum class Verdict { kSound, kWithdrawn, kDisagreement };
+enum class Status { kConsistent, kAborted, kDisagreement };
 
-// A rank that withdraws from a pass sends a count of NaN. `tag_sum` is looked at where one is
+// A rank that aborts a pass sends a count of NaN. `fingerprint_sum` is looked at where one is
 // expected.
-SYNCBN_HOST_DEVICE inline Verdict judge_sums(double count, double tag_sum,
+SYNCBN_HOST_DEVICE inline Status verify_sums(double count, double fingerprint_sum,
                                              const Expectation& expectation) {
   if (count != count) {
-    return Verdict::kWithdrawn;
+    return Status::kAborted;
   }
-  const bool agree = !expectation.present || tag_sum == expectation.tag_sum;
-  return agree ? Verdict::kSound : Verdict::kDisagreement;
+  const bool agree = !expectation.present || fingerprint_sum == expectation.fingerprint_sum;
+  return agree ? Status::kConsistent : Status::kDisagreement;
 }
 
-SYNCBN_HOST_DEVICE inline Verdict read_verdict(const double* totals, int64_t channels,
-                                               const Expectation& expectation) {
-  const double tag_sum = expectation.present ? totals[2 * channels + 1] : 0;
-  return judge_sums(totals[2 * channels], tag_sum, expectation);
+SYNCBN_HOST_DEVICE inline Status read_status(const double* totals, int64_t channels,
+                                             const Expectation& expectation) {
+  const double fingerprint_sum = expectation.present ? totals[2 * channels + 1] : 0;
+  return verify_sums(totals[2 * channels], fingerprint_sum, expectation);
 }
 
 struct Sums {

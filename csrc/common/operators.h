@@ -8,28 +8,28 @@
 
 namespace syncbn {
 
-using StatsFunction = Tensor(const Tensor& input, std::optional<double> tag, double outlook,
-                             std::optional<Tensor> mask);
+using StatsFunction = Tensor(const Tensor& input, std::optional<double> fingerprint,
+                             double next_size, std::optional<Tensor> mask);
 
 using ApplyFunction = std::tuple<Tensor, Tensor, Tensor, Tensor>(
     const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
     std::optional<Tensor> bias, std::optional<Tensor> running_mean,
     std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
-    std::optional<double> momentum, double eps, std::optional<double> tag_sum,
-    std::optional<Tensor> verdict, std::optional<Tensor> residual, int64_t activation,
+    std::optional<double> momentum, double eps, std::optional<double> fingerprint_sum,
+    std::optional<Tensor> status, std::optional<Tensor> residual, int64_t activation,
     double negative_slope, std::optional<Tensor> constants, std::optional<Tensor> mask);
 
 using BackwardReduceFunction = std::tuple<Tensor, Tensor, Tensor>(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
-    std::optional<Tensor> constants, int64_t activation, double negative_slope,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> fingerprint,
+    double next_size, std::optional<Tensor> constants, int64_t activation, double negative_slope,
     std::optional<Tensor> mask);
 
 using BackwardApplyFunction = Tensor(const Tensor& grad_output, const Tensor& input,
                                      const Tensor& mean, const Tensor& invstd,
                                      std::optional<Tensor> weight, const Tensor& sums,
-                                     const Tensor& count, std::optional<double> tag_sum,
-                                     std::optional<Tensor> verdict, std::optional<Tensor> constants,
+                                     const Tensor& count, std::optional<double> fingerprint_sum,
+                                     std::optional<Tensor> status, std::optional<Tensor> constants,
                                      int64_t activation, double negative_slope,
                                      std::optional<Tensor> mask);
 

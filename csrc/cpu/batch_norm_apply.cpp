@@ -80,12 +80,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
     std::optional<Tensor> bias, std::optional<Tensor> running_mean,
     std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
-    std::optional<double> momentum, double eps, std::optional<double> tag_sum,
-    std::optional<Tensor> /*verdict*/, std::optional<Tensor> residual, int64_t activation,
+    std::optional<double> momentum, double eps, std::optional<double> fingerprint_sum,
+    std::optional<Tensor> /*status*/, std::optional<Tensor> residual, int64_t activation,
     double negative_slope, std::optional<Tensor> constants, std::optional<Tensor> mask) {
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
-  const Expectation expectation = to_expectation(tag_sum);
+  const Expectation expectation = to_expectation(fingerprint_sum);
   check_sums(kOp, "totals", totals, 2 * channels + 1, expectation, input);
   check_channel_vector(kOp, "weight", weight, input);
   check_channel_vector(kOp, "bias", bias, input);
@@ -97,7 +97,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
 
   const auto* message = static_cast<const double*>(totals.const_data_ptr());
   const double group_count = message[2 * channels];
-  check_verdict(read_verdict(message, channels, expectation));
+  check_status(read_status(message, channels, expectation));
   if (expectation.present) {
     check_more_than_one_value(group_count);
   }

@@ -47,16 +47,17 @@ struct PerChannel {
 Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                  const Tensor& invstd, std::optional<Tensor> weight,
                                  const Tensor& sums, const Tensor& count,
-                                 std::optional<double> tag_sum, std::optional<Tensor> /*verdict*/,
-                                 std::optional<Tensor> constants, int64_t activation,
-                                 double negative_slope, std::optional<Tensor> mask) {
+                                 std::optional<double> fingerprint_sum,
+                                 std::optional<Tensor> /*status*/, std::optional<Tensor> constants,
+                                 int64_t activation, double negative_slope,
+                                 std::optional<Tensor> mask) {
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
   check_like_input(kOp, "grad_output", grad_output, input, geometry);
   check_statistics(kOp, "mean", mean, channels, input);
   check_statistics(kOp, "invstd", invstd, channels, input);
   check_channel_vector(kOp, "weight", weight, input);
-  const Expectation expectation = to_expectation(tag_sum);
+  const Expectation expectation = to_expectation(fingerprint_sum);
   check_sums(kOp, "sums", sums, 2 * channels, expectation, input);
   check_statistics(kOp, "count", count, 1, input);
   const ActivationChoice choice =
@@ -71,7 +72,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   work.weights = arrays.load(weight, 1);
   work.sums = static_cast<const double*>(sums.const_data_ptr());
   if (expectation.present) {
-    check_verdict(read_verdict(work.sums, channels, expectation));
+    check_status(read_status(work.sums, channels, expectation));
   }
   work.count = std::max(*static_cast<const double*>(count.const_data_ptr()), 1.0);
   work.in_float = input.scalar_type() != ScalarType::Double;

@@ -58,9 +58,9 @@ void sum_segments(const Geometry& geometry, const Partition& partition, const ui
 // Both operators: that of dz has allocated it to be `stored`.
 std::tuple<Tensor, Tensor, Tensor> reduce(
     const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-    const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag,
-    double outlook, const std::optional<Tensor>& constants, int64_t activation,
-    double negative_slope, const std::optional<Tensor>& mask,
+    const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype,
+    std::optional<double> fingerprint, double next_size, const std::optional<Tensor>& constants,
+    int64_t activation, double negative_slope, const std::optional<Tensor>& mask,
     const std::optional<Tensor>& residual = {}, const std::optional<Tensor>& output = {},
     const std::optional<Tensor>& stored = {}) {
   const Geometry geometry = check_input(op, "input", input);
@@ -135,8 +135,8 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
       deviations[c] += deviations[segment * channels + c];
     }
   }
-  const Announcement announcement = to_announcement(tag, outlook);
-  const int64_t size = announcement.present ? announced_size(channels) : 2 * channels;
+  const Tail tail = to_tail(fingerprint, next_size);
+  const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels;
   Tensor sums = allocate_vector(size, ScalarType::Double, input);
   auto* message = static_cast<double*>(sums.mutable_data_ptr());
   const bool in_float = dtype != DType::kDouble;
@@ -146,8 +146,8 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
     message[c] = grads[c];
     message[channels + c] = deviations[c];
   }
-  if (announcement.present) {
-    write_end(message, channels, /*count=*/0, announcement);
+  if (tail.present) {
+    write_tail(message, channels, /*count=*/0, tail);
   }
 
   Tensor grad_weight = allocate_vector(channels, weight_dtype, input);
@@ -159,15 +159,15 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
-    std::optional<Tensor> constants, int64_t activation, double negative_slope,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> fingerprint,
+    double next_size, std::optional<Tensor> constants, int64_t activation, double negative_slope,
     std::optional<Tensor> residual, std::optional<Tensor> output, std::optional<Tensor> mask) {
   constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_dz";
   check_input(kOp, "input", input);
   const Tensor dz = allocate_like(input);
   auto [sums, grad_weight, grad_bias] =
-      reduce(kOp, grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook,
-             constants, activation, negative_slope, mask, residual, output, dz);
+      reduce(kOp, grad_output, input, mean, invstd, weight_dtype, bias_dtype, fingerprint,
+             next_size, constants, activation, negative_slope, mask, residual, output, dz);
   return {sums, grad_weight, grad_bias, dz};
 }
 
@@ -175,12 +175,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
-    std::optional<Tensor> constants, int64_t activation, double negative_slope,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> fingerprint,
+    double next_size, std::optional<Tensor> constants, int64_t activation, double negative_slope,
     std::optional<Tensor> mask) {
   return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
-                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope,
-                mask);
+                weight_dtype, bias_dtype, fingerprint, next_size, constants, activation,
+                negative_slope, mask);
 }
 
 }  // namespace syncbn::cpu

@@ -334,7 +334,7 @@ struct Message {
 
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook,
+Tensor batch_norm_stats(const Tensor& input, std::optional<double> fingerprint, double next_size,
                         std::optional<Tensor> mask) {
   constexpr const char* kOp = "syncbn::batch_norm_stats";
   const Geometry geometry = check_input(kOp, "input", input);
@@ -378,13 +378,13 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double o
     }
     before += count;
   }
-  const Announcement announcement = to_announcement(tag, outlook);
-  const int64_t size = announcement.present ? announced_size(channels) : 2 * channels + 1;
+  const Tail tail = to_tail(fingerprint, next_size);
+  const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels + 1;
   Tensor message = allocate_vector(size, ScalarType::Double, input);
   auto* values = static_cast<double*>(message.mutable_data_ptr());
   const auto count = static_cast<double>(before);
   dispatch_unfused<Message>(count, means.data(), m2s.data(), channels, values);
-  write_end(values, channels, count, announcement);
+  write_tail(values, channels, count, tail);
   return message;
 }
 

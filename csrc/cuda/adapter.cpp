@@ -126,12 +126,12 @@ const void* to_data(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }
 
-double* to_verdict(const char* op, const std::optional<Tensor>& tensor) {
+double* to_status(const char* op, const std::optional<Tensor>& tensor) {
   if (!tensor.has_value()) {
     return nullptr;
   }
   SYNCBN_CHECK(tensor->scalar_type() == ScalarType::Double && tensor->numel() == 1, op,
-               ": expected verdict to be one float64");
+               ": expected status to be one float64");
   return static_cast<double*>(tensor->mutable_data_ptr());
 }
 

@@ -40,7 +40,7 @@ void check_no_mask(const char* op, const std::optional<Tensor>& mask);
 // Null where there is none. Read only.
 const void* to_data(const std::optional<Tensor>& tensor);
 
-// Where kernels write a verdict: pinned memory of the host or memory of a device.
-double* to_verdict(const char* op, const std::optional<Tensor>& tensor);
+// Where kernels write a status: pinned memory of the host or memory of a device.
+double* to_status(const char* op, const std::optional<Tensor>& tensor);
 
 }  // namespace syncbn::cuda

@@ -15,14 +15,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
     std::optional<Tensor> bias, std::optional<Tensor> running_mean,
     std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
-    std::optional<double> momentum, double eps, std::optional<double> tag_sum,
-    std::optional<Tensor> verdict, std::optional<Tensor> residual, int64_t activation,
+    std::optional<double> momentum, double eps, std::optional<double> fingerprint_sum,
+    std::optional<Tensor> status, std::optional<Tensor> residual, int64_t activation,
     double negative_slope, std::optional<Tensor> constants, std::optional<Tensor> mask) {
   const Device device(kOp, input);
   check_no_mask(kOp, mask);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
-  const Expectation expectation = to_expectation(tag_sum);
+  const Expectation expectation = to_expectation(fingerprint_sum);
   check_sums(kOp, "totals", totals, 2 * channels + 1, expectation, input);
   check_channel_vector(kOp, "weight", weight, input);
   check_channel_vector(kOp, "bias", bias, input);
@@ -51,7 +51,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
                               device.multiprocessors());
   launch_batch_norm_apply(
       plan, device.stream(), x, static_cast<const double*>(totals.const_data_ptr()),
-      Judge{expectation, to_verdict(kOp, verdict)}, to_channel_input(weight),
+      Verifier{expectation, to_status(kOp, status)}, to_channel_input(weight),
       to_channel_input(bias), running, eps, y, static_cast<double*>(mean.mutable_data_ptr()),
       static_cast<double*>(invstd.mutable_data_ptr()),
       static_cast<double*>(count.mutable_data_ptr()), following);

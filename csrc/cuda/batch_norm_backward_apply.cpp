@@ -14,9 +14,10 @@ constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
 Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                  const Tensor& invstd, std::optional<Tensor> weight,
                                  const Tensor& sums, const Tensor& count,
-                                 std::optional<double> tag_sum, std::optional<Tensor> verdict,
-                                 std::optional<Tensor> constants, int64_t activation,
-                                 double negative_slope, std::optional<Tensor> mask) {
+                                 std::optional<double> fingerprint_sum,
+                                 std::optional<Tensor> status, std::optional<Tensor> constants,
+                                 int64_t activation, double negative_slope,
+                                 std::optional<Tensor> mask) {
   const Device device(kOp, input);
   check_no_mask(kOp, mask);
   const Geometry geometry = check_input(kOp, "input", input);
@@ -25,7 +26,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   check_statistics(kOp, "mean", mean, channels, input);
   check_statistics(kOp, "invstd", invstd, channels, input);
   check_channel_vector(kOp, "weight", weight, input);
-  const Expectation expectation = to_expectation(tag_sum);
+  const Expectation expectation = to_expectation(fingerprint_sum);
   check_sums(kOp, "sums", sums, 2 * channels, expectation, input);
   check_statistics(kOp, "count", count, 1, input);
   Through through{check_gradient_sources(kOp, input, constants, activation, negative_slope)};
@@ -44,7 +45,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
       static_cast<const double*>(invstd.const_data_ptr()), to_channel_input(weight),
       static_cast<const double*>(sums.const_data_ptr()),
-      Judge{expectation, to_verdict(kOp, verdict)},
+      Verifier{expectation, to_status(kOp, status)},
       static_cast<const double*>(count.const_data_ptr()), dx, through);
   return grad_input;
 }

@@ -10,9 +10,9 @@ namespace {
 // Both operators: that of dz has allocated it.
 std::tuple<Tensor, Tensor, Tensor> reduce(
     const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-    const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag,
-    double outlook, const std::optional<Tensor>& constants, int64_t activation,
-    double negative_slope, const std::optional<Tensor>& residual = {},
+    const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype,
+    std::optional<double> fingerprint, double next_size, const std::optional<Tensor>& constants,
+    int64_t activation, double negative_slope, const std::optional<Tensor>& residual = {},
     const std::optional<Tensor>& output = {}, const std::optional<Tensor>& dz = {}) {
   const Device device(op, input);
   const Geometry geometry = check_input(op, "input", input);
@@ -36,8 +36,8 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
   through.residual = to_data(residual);
   through.output = to_data(output);
 
-  const Announcement announcement = to_announcement(tag, outlook);
-  const int64_t size = announcement.present ? announced_size(channels) : 2 * channels;
+  const Tail tail = to_tail(fingerprint, next_size);
+  const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels;
   Tensor sums = allocate_vector(size, ScalarType::Double, input);
   Tensor grad_weight = allocate_vector(channels, weight_dtype, input);
   Tensor grad_bias = allocate_vector(channels, bias_dtype, input);
@@ -51,15 +51,15 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
   launch_batch_norm_backward_reduce(
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
       static_cast<const double*>(invstd.const_data_ptr()),
-      static_cast<double*>(sums.mutable_data_ptr()), announcement, to_channel_output(grad_weight),
+      static_cast<double*>(sums.mutable_data_ptr()), tail, to_channel_output(grad_weight),
       to_channel_output(grad_bias), device.make_workspace(plan, input, keep_alive), through);
   return {sums, grad_weight, grad_bias};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
-    std::optional<Tensor> constants, int64_t activation, double negative_slope,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> fingerprint,
+    double next_size, std::optional<Tensor> constants, int64_t activation, double negative_slope,
     std::optional<Tensor> residual, std::optional<Tensor> output, std::optional<Tensor> mask) {
   constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_dz";
   const Device device(kOp, input);
@@ -67,8 +67,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
   check_input(kOp, "input", input);
   const Tensor dz = allocate_like(input);
   auto [sums, grad_weight, grad_bias] =
-      reduce(kOp, grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook,
-             constants, activation, negative_slope, residual, output, dz);
+      reduce(kOp, grad_output, input, mean, invstd, weight_dtype, bias_dtype, fingerprint,
+             next_size, constants, activation, negative_slope, residual, output, dz);
   return {sums, grad_weight, grad_bias, dz};
 }
 
@@ -76,12 +76,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
 
 std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
     const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> tag, double outlook,
-    std::optional<Tensor> constants, int64_t activation, double negative_slope,
+    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> fingerprint,
+    double next_size, std::optional<Tensor> constants, int64_t activation, double negative_slope,
     std::optional<Tensor> mask) {
   check_no_mask("syncbn::batch_norm_backward_reduce", mask);
   return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
-                weight_dtype, bias_dtype, tag, outlook, constants, activation, negative_slope);
+                weight_dtype, bias_dtype, fingerprint, next_size, constants, activation,
+                negative_slope);
 }
 
 }  // namespace syncbn::cuda

@@ -11,21 +11,21 @@ constexpr const char* kOp = "syncbn::batch_norm_stats";
 
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input, std::optional<double> tag, double outlook,
+Tensor batch_norm_stats(const Tensor& input, std::optional<double> fingerprint, double next_size,
                         std::optional<Tensor> mask) {
   const Device device(kOp, input);
   check_no_mask(kOp, mask);
   const Geometry geometry = check_input(kOp, "input", input);
   const int64_t channels = geometry.channels;
-  const Announcement announcement = to_announcement(tag, outlook);
-  const int64_t size = announcement.present ? announced_size(channels) : 2 * channels + 1;
+  const Tail tail = to_tail(fingerprint, next_size);
+  const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels + 1;
   Tensor message = allocate_vector(size, ScalarType::Double, input);
   const void* x = input.const_data_ptr();
   const Plan plan =
       make_plan(geometry, to_dtype(input.scalar_type()), {x}, device.multiprocessors());
   std::vector<Tensor> keep_alive;
   launch_batch_norm_stats(plan, device.stream(), x,
-                          static_cast<double*>(message.mutable_data_ptr()), announcement,
+                          static_cast<double*>(message.mutable_data_ptr()), tail,
                           device.make_workspace(plan, input, keep_alive));
   return message;
 }

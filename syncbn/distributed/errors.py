@@ -32,12 +32,12 @@ def of_pass(
     error: Exception, layer: Identity, group: ProcessGroup | None, record: Record | None
 ) -> Exception:
     """Return an error of an operator, which may have found that the ranks' sums are not sound."""
-    not_sound = isinstance(error, (ops.WithdrawnError, ops.PassesDifferError))
+    not_sound = isinstance(error, (ops.AbortedError, ops.PassesDifferError))
     if group is None or record is None or not not_sound:
         return with_layer_and_rank(error, layer, group)
     history = record.history
-    if isinstance(error, ops.WithdrawnError):
-        error = _withdrawn(record, protocol.read_withdrawal(group, history))
+    if isinstance(error, ops.AbortedError):
+        error = _aborted(record, protocol.read_abort(group, history))
     else:
         other = protocol.another_pass(group, history, record)
         error = _different(history.report(record, group), other)
@@ -48,8 +48,8 @@ def of_pass(
 def of_report(other: Report, group: ProcessGroup, record: Record) -> Exception:
     """Return the error of a rank that is not to meet another rank, which has reported."""
     history = record.history
-    if other.tag == 0:
-        error: Exception = _withdrawn(record, other)
+    if other.fingerprint == 0:
+        error: Exception = _aborted(record, other)
     else:
         error = _different(history.report(record, group), other)
     history.forget()
@@ -74,13 +74,12 @@ def of_collective(error: Exception, group: ProcessGroup, record: Record) -> Exce
     return RuntimeError(f"{located}: {error}")
 
 
-def _withdrawn(record: Record, report: Report | None) -> RuntimeError:
+def _aborted(record: Record, report: Report | None) -> RuntimeError:
     why = "that rank's own message says which"
     if report is not None:
         why = f"rank {report.rank}: {report.words}"
     return RuntimeError(
-        f"another rank of the process group withdrew from this {record.name} because of an error; "
-        f"{why}"
+        f"another rank of the process group aborted this {record.name} because of an error; {why}"
     )
 
 

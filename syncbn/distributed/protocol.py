@@ -3,14 +3,15 @@
 Ranks whose messages differ in size crash inside a collective (gloo) or hang (NCCL), and ranks that
 make different passes of one size would add up what does not belong together. So:
 
-- Each message ends with a tag, a number for the pass: direction and layer. Where the sum of tags is
-  not the tag times the number of ranks, ranks make different passes. All ranks see it at once.
-- Each message also ends with an outlook, the size of the message that its rank expects to send
-  next: that which has followed this pass, if it was always the same. Where outlooks agree, a rank
+- Each message ends with a fingerprint, a number for the pass: direction and layer. Where the sum of
+  fingerprints is not the fingerprint times the number of ranks, ranks make different passes. All
+  ranks see it at once.
+- Each message also ends with a next size, the size of the message that its rank expects to send
+  next: that which has followed this pass, if it was always the same. Where next sizes agree, a rank
   knows what the others are about to send. If it is to send another size itself, it says so in the
   group's store: all ranks may be about to turn that way together. If not all have said so within a
-  second, it takes part in a collective of the expected size, with a tag of its own. Then all ranks
-  fail with words, or, if the others only were late, all go on.
+  second, it takes part in a collective of the expected size, with a fingerprint of its own. Then
+  all ranks fail with words, or, if the others only were late, all go on.
 - Where nothing is expected, as in the first step, the first rank to come writes its size to the
   group's store, and the others compare. That waits for no rank.
 
@@ -20,7 +21,7 @@ sizes: ranks that part there meet with different sizes.
 
 Over NCCL the host does not wait for the sums, and each rank hears of a failure some passes later,
 where its own host happens to be. So each then says in the store how far it has come, and those that
-are behind send withdrawals until all have sent as many messages: withdrawals.settle.
+are behind send aborts until all have sent as many messages: aborts.settle.
 """
 
 import contextlib
@@ -42,25 +43,25 @@ __all__ = [
     "History",
     "Record",
     "Report",
-    "Verdict",
+    "Status",
     "another_pass",
     "channels_of",
     "check_not_destroyed",
     "check_sound",
     "describe",
     "history_of",
-    "read_withdrawal",
+    "read_abort",
     "size_of",
-    "write_withdrawal",
+    "write_abort",
 ]
 
 
-# Their positions are part of the tags.
+# Their positions are part of the fingerprints.
 STEP = "step of recompute_statistics"  # between its batches: no pass of a layer
 _DIRECTIONS = ("forward", "recomputation", "backward", "double backward", STEP)
 _OF_CHANNELS = _DIRECTIONS[:3]  # whose messages have sums of channels alone
 
-# The outlook where several sizes have followed: neither 0 nor a size, so that no rank expects one.
+# The next size where several sizes have followed: neither 0 nor a size: no rank expects it.
 _SEVERAL = 1
 
 # Store keys and records of programs that make new layers all the time stay bounded, and so do the
@@ -76,22 +77,22 @@ _PATIENCE = timedelta(seconds=1)
 
 
 class Report(NamedTuple):
-    """What a rank does, as it tells others: the size and tag of its message, and words.
+    """What a rank does, as it tells others: the size and fingerprint of its message, and words.
 
-    The tag of a rank that has withdrawn is 0, and the words are those of its error; the size is 0
-    if it does not know which size others send.
+    The fingerprint of a rank that has aborted is 0, and the words are those of its error; the size
+    is 0 if it does not know which size others send.
     """
 
     size: int
-    tag: int
+    fingerprint: int
     rank: int
     words: str
 
     @classmethod
     def parse(cls, text: bytes) -> "Report":
         """Return what :meth:`encode` was made of."""
-        size, tag, rank, words = text.decode().split(" ", 3)
-        return cls(int(size), int(tag), int(rank), words)
+        size, fingerprint, rank, words = text.decode().split(" ", 3)
+        return cls(int(size), int(fingerprint), int(rank), words)
 
     def encode(self) -> str:
         """Return it as text, for the store."""
@@ -99,22 +100,22 @@ class Report(NamedTuple):
 
 
 class Record:
-    """One direction of one layer: its tag, and the sizes that have followed it."""
+    """One direction of one layer: its fingerprint, and the sizes that have followed it."""
 
-    __slots__ = ("direction", "history", "layer", "outlook", "sizes", "tag")
+    __slots__ = ("direction", "fingerprint", "history", "layer", "next_size", "sizes")
 
     def __init__(self, history: "History", layer: Identity, direction: str) -> None:
         self.history, self.layer, self.direction = history, layer, direction
-        self.tag = float(8 * layer.number + _DIRECTIONS.index(direction) + 1)
+        self.fingerprint = float(8 * layer.number + _DIRECTIONS.index(direction) + 1)
         self.sizes: list[int] = []
-        self.outlook = 0
+        self.next_size = 0
 
     def follow(self, size: int) -> None:
         """Remember what has followed."""
         self.sizes.append(size)
         # Nothing is expected after the calls of a function, which may belong to any layer.
         if self.layer.key:
-            self.outlook = size if len(self.sizes) == 1 else _SEVERAL
+            self.next_size = size if len(self.sizes) == 1 else _SEVERAL
 
     @property
     def name(self) -> str:
@@ -130,7 +131,7 @@ class Record:
         return _described(self.direction, self.layer)
 
 
-class Verdict:
+class Status:
     """Where operators note that a pass on a CUDA device was not sound, and the host reads it."""
 
     def __init__(self, device: torch.device, waits: bool) -> None:
@@ -181,15 +182,15 @@ class History:
         backend = collectives.cuda_backend(group)
         # Gloo adds up on the CPU: the host waits in a sum of CUDA tensors.
         self.waits_for_cuda = backend == "gloo"
-        self.num_judged = group.size()  # ranks, in the pass that a verdict is of
+        self.num_judged = group.size()  # ranks, in the pass that a status is of
         self.num_comparisons = 0
         self.sizes_compared: set[int] = set()
-        self.verdicts: dict[torch.device, Verdict] = {}
+        self.statuses: dict[torch.device, Status] = {}
         # Keys of the store that this rank has written, with the number of the pass.
         self.keys: deque[tuple[int, str]] = deque()
         # Whether this rank may be passes ahead of another that has yet to read them, as over NCCL.
         self.keeps_keys = backend not in ("", "gloo")
-        # For withdrawals.settle, over NCCL.
+        # For aborts.settle, over NCCL.
         self.sizes_sent: deque[int] = deque(maxlen=_MAX_AHEAD)
         self.num_settled = 0
         self.is_apart = False  # ranks may have sent different numbers of messages
@@ -200,7 +201,7 @@ class History:
         """Expect nothing: after a failure ranks may go on at different places."""
         self.num_failures += 1  # the first is this history's beginning
         self.last = Record(self, ANONYMOUS, "forward")
-        self.last_outlook = 0  # as it was sent
+        self.next_size_sent = 0  # as it was sent
         self.totals: Tensor | None = None
 
     def compare_anew(self) -> None:
@@ -208,7 +209,7 @@ class History:
         self.num_comparisons = 0
 
     def record(self, layer: Identity, direction: str) -> Record:
-        """Return the record of a pass, for its tag and outlook."""
+        """Return the record of a pass, for its fingerprint and next_size."""
         key = (layer.key, layer.number, direction)
         found = self.records.get(key)
         if found is None:
@@ -217,19 +218,19 @@ class History:
             found = self.records[key] = Record(self, layer, direction)
         return found
 
-    def verdict(self, device: torch.device) -> Verdict:
-        """Return the verdict on passes on this CUDA device."""
-        verdict = self.verdicts.get(device)
-        if verdict is None:
-            verdict = self.verdicts[device] = Verdict(device, self.waits_for_cuda)
-        return verdict
+    def status(self, device: torch.device) -> Status:
+        """Return the status on passes on this CUDA device."""
+        status = self.statuses.get(device)
+        if status is None:
+            status = self.statuses[device] = Status(device, self.waits_for_cuda)
+        return status
 
     def noted(self) -> float:
-        """Return a verdict that the device has found and nobody has told yet; 0 if there is none.
+        """Return a status that the device has found and nobody has told yet; 0 if there is none.
 
-        It is the sum of the tags of the pass, negative if a rank has withdrawn from it.
+        It is the sum of the fingerprints of the pass, negative if a rank has aborted it.
         """
-        return next((found for v in self.verdicts.values() if (found := v.read())), 0.0)
+        return next((found for v in self.statuses.values() if (found := v.read())), 0.0)
 
     def is_late(self, device: torch.device) -> bool:
         """Whether the host goes on before the sums on this device are known, as over NCCL."""
@@ -243,17 +244,17 @@ class History:
         Called by each rank before its collective.
 
         Returns:
-            What another rank does instead, for this rank to withdraw from it.
+            What another rank does instead, for this rank to abort it.
 
         Raises:
-            PassesDifferError, WithdrawnError: Another rank does something else, and has heard that
+            PassesDifferError, AbortedError: Another rank does something else, and has heard that
                 this one does.
             RuntimeError: The ranks cannot talk to each other.
         """
         self.num_passes += 1
         self.size = size
         self.sizes_sent.append(size)
-        last, outlook, other = self.last, record.outlook, None
+        last, next_size, other = self.last, record.next_size, None
         if size not in last.sizes:
             # A mode, such as selective checkpointing's, must not see what only the first pass does.
             with _compat.without_dispatch_modes():
@@ -265,7 +266,7 @@ class History:
             if other is None:
                 last.follow(size)
         self.last, self.totals = record, None
-        self.last_outlook = outlook
+        self.next_size_sent = next_size
         return other
 
     def sum_of(self, number: float, group: ProcessGroup) -> float:
@@ -300,22 +301,22 @@ class History:
         """Return the size that is expected to come next; 0 if none is, or ranks expect several.
 
         Ranks may expect nothing while others do, as after they have made a layer anew. If all other
-        k ranks expect s, the sums of outlooks and of their squares are k s and k s².
+        k ranks expect s, the sums of next_sizes and of their squares are k s and k s².
         """
         if self.totals is None:
             return 0
-        outlooks, squares = self.totals[-2:].tolist()
-        if outlooks == 0 or squares % outlooks != 0 or outlooks**2 % squares != 0:
+        next_sizes, squares = self.totals[-2:].tolist()
+        if next_sizes == 0 or squares % next_sizes != 0 or next_sizes**2 % squares != 0:
             return 0
-        expected = int(squares / outlooks)
-        return expected if expected != _SEVERAL and self.last_outlook in (0, expected) else 0
+        expected = int(squares / next_sizes)
+        return expected if expected != _SEVERAL and self.next_size_sent in (0, expected) else 0
 
     def report(self, record: Record, group: ProcessGroup) -> Report:
         """Return what this rank does."""
         words = f"runs {record}"
         if record.direction in _OF_CHANNELS:
             words += f" with {channels_of(self.size)} channels"
-        return Report(self.size, int(record.tag), group.rank(), words)
+        return Report(self.size, int(record.fingerprint), group.rank(), words)
 
     def _all_turn(self, record: Record, group: ProcessGroup, device: torch.device) -> bool:
         """Ask the store whether all ranks are to send this message, other than was expected.
@@ -327,9 +328,9 @@ class History:
             return False
         store, key = found
         decision = f"{key}/all turn"
-        self.remember_key(f"{key}/{record.tag:.0f} {self.size}", store)
+        self.remember_key(f"{key}/{record.fingerprint:.0f} {self.size}", store)
         self.remember_key(decision, store)
-        if store.add(f"{key}/{record.tag:.0f} {self.size}", 1) == group.size():
+        if store.add(f"{key}/{record.fingerprint:.0f} {self.size}", 1) == group.size():
             return bool(store.compare_set(decision, "", "yes") == b"yes")
         with contextlib.suppress(RuntimeError):  # the time has passed
             store.wait([decision], _PATIENCE)
@@ -340,10 +341,10 @@ class History:
     ) -> None:
         """Agree with all ranks to send messages of another size than is expected."""
         message = torch.zeros(expected, dtype=torch.float64, device=device)
-        tag = float(_spread(_spread(self.size) + int(record.tag)))
-        message[-3] = tag
+        fingerprint = float(_spread(_spread(self.size) + int(record.fingerprint)))
+        message[-3] = fingerprint
         totals = self.sum_messages(message, group, "")
-        check_sound(totals, self.sum_of(tag, group))
+        check_sound(totals, self.sum_of(fingerprint, group))
 
     def _compare_in_store(
         self, record: Record, group: ProcessGroup, device: torch.device
@@ -401,9 +402,9 @@ class History:
         return None if store is None else (store, f"{self.prefix}/{number}/{self.num_passes}")
 
 
-def describe(tag: int) -> str:
-    """Return the pass of a tag in words."""
-    number, place = divmod(tag, 8)
+def describe(fingerprint: int) -> str:
+    """Return the pass of a fingerprint in words."""
+    number, place = divmod(fingerprint, 8)
     return _described(_DIRECTIONS[place - 1], identity_numbered(number))
 
 
@@ -415,16 +416,16 @@ def _pass(direction: str) -> str:
     return direction if direction in ("recomputation", STEP) else f"{direction} pass"
 
 
-def check_sound(totals: Tensor, tag_sum: float) -> None:
-    """Check that the ranks' tags add up to ``tag_sum`` and that none has withdrawn.
+def check_sound(totals: Tensor, fingerprint_sum: float) -> None:
+    """Check that the ranks' fingerprints add up to ``fingerprint_sum`` and that none has aborted.
 
     Raises:
-        PassesDifferError, WithdrawnError: As the operators would.
+        PassesDifferError, AbortedError: As the operators would.
     """
     count, found, *_ = totals[-4:].tolist()
     if count != count:
-        raise ops.WithdrawnError
-    if found != tag_sum:
+        raise ops.AbortedError
+    if found != fingerprint_sum:
         raise ops.PassesDifferError
 
 
@@ -440,8 +441,8 @@ def size_of(channels: int) -> int:
 
 def same_channels(first: Report, second: Report) -> bool:
     """Whether two ranks make passes of as many channels, as far as their messages' sizes tell."""
-    of_channels = first.tag % 8 <= len(_OF_CHANNELS)
-    return first.tag != second.tag or first.size == second.size or not of_channels
+    of_channels = first.fingerprint % 8 <= len(_OF_CHANNELS)
+    return first.fingerprint != second.fingerprint or first.size == second.size or not of_channels
 
 
 # Compilers, which trace on behind a break of their graph, refuse code that touches a group's store.
@@ -477,21 +478,21 @@ _MAX_CHARACTERS = 1000
 _PATIENCE = timedelta(seconds=5)
 
 
-def write_withdrawal(group: ProcessGroup, history: History, error: BaseException) -> str:
-    """Tell why this rank withdraws, before it does; return the words."""
+def write_abort(group: ProcessGroup, history: History, error: BaseException) -> str:
+    """Tell why this rank aborts, before it does; return the words."""
     words = f"{type(error).__name__}: {str(error)[:_MAX_CHARACTERS]}"
     store = collectives.store_of(group)
     if store is not None:
         with contextlib.suppress(RuntimeError):
-            report, key = Report(0, 0, group.rank(), words), _key(history, "withdrawn")
+            report, key = Report(0, 0, group.rank(), words), _key(history, "aborted")
             history.remember_key(key, store)
             store.compare_set(key, "", report.encode())
     return words
 
 
-def read_withdrawal(group: ProcessGroup, history: History) -> Report | None:
-    """Return why a rank has withdrawn; None if that is not known."""
-    store, key = collectives.store_of(group), _key(history, "withdrawn")
+def read_abort(group: ProcessGroup, history: History) -> Report | None:
+    """Return why a rank has aborted; None if that is not known."""
+    store, key = collectives.store_of(group), _key(history, "aborted")
     with contextlib.suppress(RuntimeError):
         if store is not None and store.check([key]):
             return Report.parse(store.get(key))
@@ -512,7 +513,7 @@ def another_pass(group: ProcessGroup, history: History, record: Record) -> Repor
         history.remember_key(key, store)
         history.remember_key(second, store)
         first = Report.parse(store.compare_set(key, "", mine.encode()))
-        if (first.size, first.tag) != (mine.size, mine.tag):
+        if (first.size, first.fingerprint) != (mine.size, mine.fingerprint):
             store.compare_set(second, "", mine.encode())
             return first
         store.wait([second], _PATIENCE)

@@ -53,10 +53,10 @@ def from_pass(
     input: object,
     arguments: Arguments | None,
 ) -> Exception:
-    """Withdraw this rank from the pass of the others, which fail at once instead of waiting.
+    """Abort this rank from the pass of the others, which fail at once instead of waiting.
 
     Belongs to the code before the collective, never to the collective. An interrupt does not
-    withdraw: it must not wait for the others.
+    abort: it must not wait for the others.
 
     Returns:
         The error, with the layer and the rank in its words.
@@ -72,7 +72,7 @@ def from_pass(
 
 
 def between_passes(error: Exception, groups: Iterable[ProcessGroup]) -> None:
-    """Withdraw this rank from whatever the other ranks of these groups do next.
+    """Abort this rank from whatever the other ranks of these groups do next.
 
     Belongs to code between passes. Starts in all groups before it waits for any: the others may
     wait in any of them.
@@ -97,7 +97,7 @@ def _start(
     size: int | None = None,
     device: torch.device | None = None,
 ) -> _Started:
-    """Tell why this rank withdraws, and start to do so; ``size`` as of a message, if known."""
+    """Tell why this rank aborts, and start to do so; ``size`` as of a message, if known."""
     device = tensors.of_statistics(collectives.likely_device(group, device))
     history = history_of(group)
     is_late = history.is_late(device)
@@ -112,7 +112,7 @@ def _start(
         has_failed = history.is_apart or history.noted() != 0
         if not has_failed:
             history.num_passes += 1
-            words = protocol.write_withdrawal(group, history, error)
+            words = protocol.write_abort(group, history, error)
             size = history.size_to_meet(size, words, group, device)
             history.sizes_sent.append(size)
             if size:
@@ -123,7 +123,7 @@ def _start(
 
 @_compat.uncompiled
 def _finish(started: _Started) -> None:
-    """Wait until the others have heard that this rank withdraws."""
+    """Wait until the others have heard that this rank aborts."""
     group, device, words, work, hears_late = started
     with contextlib.suppress(RuntimeError, ValueError):
         if hears_late:
@@ -158,7 +158,7 @@ class Stop(NamedTuple):
 class Settled(NamedTuple):
     """What a rank learns from the others after a failure."""
 
-    cause: str  # the error of a rank that has withdrawn, if any
+    cause: str  # the error of a rank that has aborted, if any
     hindrance: str  # why not all ranks have made as many passes; empty if they have
 
 
@@ -168,9 +168,9 @@ def hear(group: ProcessGroup, device: torch.device) -> Settled:
     if history.is_late(device):
         settled: Settled = settle(group, device)
         return settled
-    for verdict in history.verdicts.values():
-        verdict.clear()
-    report = protocol.read_withdrawal(group, history)  # all ranks have made as many passes
+    for status in history.statuses.values():
+        status.clear()
+    report = protocol.read_abort(group, history)  # all ranks have made as many passes
     return Settled("" if report is None else f"rank {report.rank}: {report.words}", "")
 
 
@@ -183,14 +183,14 @@ def settle(
 ) -> Settled:
     """Have all ranks make as many passes, after a failure that they heard of at different ones.
 
-    Each says how far it has come, and those that are behind send withdrawals, for which the devices
+    Each says how far it has come, and those that are behind send aborts, for which the devices
     of the others wait. Without ``patience`` the others have the time of the group's store. If they
     do not come, this rank makes no pass before they have.
     """
     history = history_of(group)
     history.is_apart = True
-    for verdict in history.verdicts.values():
-        verdict.clear()
+    for status in history.statuses.values():
+        status.clear()
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return Settled("", "a graph is being captured")
     try:
@@ -251,7 +251,7 @@ def _count_channels(input: object, arguments: Arguments | None) -> int | None:
 
 
 def send(group: ProcessGroup, size: int, device: torch.device) -> None:
-    """Take part in the collective of the other ranks, with a withdrawal."""
+    """Take part in the collective of the other ranks, with a abort."""
     with contextlib.suppress(RuntimeError, ValueError):
         history_of(group).sum_messages(_message(size, device), group, "")
 
@@ -335,13 +335,13 @@ def start_forward(
 ) -> tuple[Tensor, Tensor, Record | None]:
     """Return the input, dense, its message of :func:`syncbn.ops.batch_norm_stats`, and the record.
 
-    A rank that fails a check of ``arguments``, if they are given, or runs out of memory withdraws.
+    A rank that fails a check of ``arguments``, if they are given, or runs out of memory aborts.
     ``mask`` is that of :func:`syncbn.ops.masks.as_places`.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As :func:`check`; another rank's message has
             another size; in DistributedDataParallel.join().
-        RuntimeError: The ranks run different passes; another rank has withdrawn or left.
+        RuntimeError: The ranks run different passes; another rank has aborted or left.
     """
     _look_back(group)
     try:
@@ -351,7 +351,7 @@ def start_forward(
         if group is None:
             return dense, ops.batch_norm_stats(dense, mask=mask), None
         record = history_of(group).record(layer, _compat.forward_direction())
-        message = ops.batch_norm_stats(dense, record.tag, record.outlook, mask=mask)
+        message = ops.batch_norm_stats(dense, record.fingerprint, record.next_size, mask=mask)
     except Exception as error:
         raise from_pass(error, group, layer, input, arguments) from None
     _check_join(group, layer)
@@ -373,7 +373,7 @@ def start_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Record | None]:
     """Return grad_output, dense; the results of batch_norm_backward_reduce; and the record.
 
-    Where dz is stored, it takes the place of grad_output. A rank that runs out of memory withdraws.
+    Where dz is stored, it takes the place of grad_output. A rank that runs out of memory aborts.
 
     Raises:
         RuntimeError: As :func:`start_forward`.
@@ -385,8 +385,8 @@ def start_backward(
         record = None
         if group is not None:
             record = history_of(group).record(layer, "backward")
-        announcement = (None, 0.0) if record is None else (record.tag, record.outlook)
-        operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, *announcement)
+        tail = (None, 0.0) if record is None else (record.fingerprint, record.next_size)
+        operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, *tail)
         if through is None:
             sums, *gradients = ops.batch_norm_backward_reduce(*operands, mask=mask)
         elif not through.is_stored(input):
@@ -437,7 +437,7 @@ def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
     _look_back(group)
     record = history_of(group).record(layer, "double backward")
     statistics = values.to(tensors.of_statistics(values.device)).to(torch.float64)
-    end = statistics.new_tensor([0.0, record.tag, record.outlook, record.outlook**2])
+    end = statistics.new_tensor([0.0, record.fingerprint, record.next_size, record.next_size**2])
     message = torch.cat([statistics, end])
     _enter(message, group, record)
     totals = sum_over_ranks(message, group, record)
@@ -452,13 +452,13 @@ def each_rank(flag: bool, group: ProcessGroup, layer: Identity, device: torch.de
 
     Raises:
         RuntimeError: As :func:`sum_over_ranks`; the ranks do not all make this step, or another
-            rank has withdrawn.
+            rank has aborted.
     """
     _look_back(group)
     record = history_of(group).record(layer, STEP)
     flags = [0.0] * group.size()
     flags[group.rank()] = float(flag)
-    end = [0.0, record.tag, record.outlook, record.outlook**2]
+    end = [0.0, record.fingerprint, record.next_size, record.next_size**2]
     place = tensors.of_statistics(device)
     message = torch.tensor([*flags, *end], dtype=torch.float64, device=place)
     _enter(message, group, record)
@@ -499,7 +499,7 @@ def _enter(message: Tensor, group: ProcessGroup, record: Record) -> None:
     history = record.history
     try:
         other = history.enter(record, message.numel(), group, message.device)
-    except (ops.PassesDifferError, ops.WithdrawnError) as error:
+    except (ops.PassesDifferError, ops.AbortedError) as error:
         raise errors.of_pass(error, record.layer, group, record) from None
     except (RuntimeError, ValueError) as error:
         raise errors.of_collective(error, group, record) from error
@@ -509,7 +509,7 @@ def _enter(message: Tensor, group: ProcessGroup, record: Record) -> None:
     history.sizes_sent[-1] = other.size
     try:
         if other.size:
-            words = protocol.write_withdrawal(group, history, different)
+            words = protocol.write_abort(group, history, different)
             send(group, other.size, message.device)
             if history.is_late(message.device):
                 settle(group, message.device, words)
@@ -535,7 +535,7 @@ def _check_join(group: ProcessGroup, layer: Identity) -> None:
         raise errors.with_layer_and_rank(NotImplementedError(words), layer, group)
 
 
-# Verdicts: whether all ranks have made the same pass and none has withdrawn.
+# Statuses: whether all ranks have made the same pass and none has aborted.
 
 
 def judge(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> Tensor | None:
@@ -554,8 +554,8 @@ def judge(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> 
     record = _pass_of(totals, group, record)
     try:
         with _compat.without_dispatch_modes():
-            protocol.check_sound(totals, record.history.sum_of(record.tag, group))
-    except (ops.PassesDifferError, ops.WithdrawnError) as error:
+            protocol.check_sound(totals, record.history.sum_of(record.fingerprint, group))
+    except (ops.PassesDifferError, ops.AbortedError) as error:
         raise errors.of_pass(error, record.layer, group, record) from None
     return None
 
@@ -579,7 +579,7 @@ def judge_now(totals: Tensor, group: ProcessGroup | None, record: Record | None)
 def judge_for(
     totals: Tensor, group: ProcessGroup | None, record: Record | None
 ) -> tuple[float | None, Tensor | None]:
-    """Return ``tag_sum`` and ``verdict`` of the operators that take sums over all ranks."""
+    """Return ``fingerprint_sum`` and ``status`` of the operators that take sums over all ranks."""
     if group is None or record is None:
         return None, None
     if record.direction == "recomputation" and _compat.num_dispatch_modes() > 0:
@@ -587,11 +587,11 @@ def judge_for(
             return None, None
         record = _pass_of(totals, group, record)
     history = record.history
-    tag_sum = history.sum_of(record.tag, group)
+    fingerprint_sum = history.sum_of(record.fingerprint, group)
     if not totals.is_cuda:
-        return tag_sum, None
-    history.num_judged = round(tag_sum / record.tag)
-    return tag_sum, history.verdict(totals.device).note
+        return fingerprint_sum, None
+    history.num_judged = round(fingerprint_sum / record.fingerprint)
+    return fingerprint_sum, history.status(totals.device).note
 
 
 def _has_values(totals: Tensor) -> bool:
@@ -607,19 +607,19 @@ def _pass_of(totals: Tensor, group: ProcessGroup, record: Record) -> Record:
     if record.direction == "recomputation":
         first = record.history.record(record.layer, "forward")
         with _compat.without_dispatch_modes():
-            if totals[-3] == record.history.sum_of(first.tag, group):
+            if totals[-3] == record.history.sum_of(first.fingerprint, group):
                 return first
     return record
 
 
-def judge_late(totals: Tensor, tag_sum: float | None, verdict: Tensor | None) -> Tensor:
-    """Return all but the announcement of sums on CUDA, or NaN if they are not sound.
+def judge_late(totals: Tensor, fingerprint_sum: float | None, status: Tensor | None) -> Tensor:
+    """Return all but the tail of sums on CUDA, or NaN if they are not sound.
 
-    The operator that finds out notes its verdict, which the next pass of the group reads.
+    The operator that finds out notes its status, which the next pass of the group reads.
     """
     no_input = totals.new_empty((0, protocol.channels_of(totals.size(0))))
     *_, count = ops.batch_norm_apply(
-        no_input, totals, None, None, None, None, None, 0.0, 0.0, tag_sum, verdict
+        no_input, totals, None, None, None, None, None, 0.0, 0.0, fingerprint_sum, status
     )
     return torch.where(count.isnan(), torch.nan, totals[:-3])
 
@@ -629,12 +629,12 @@ def _look_back(group: ProcessGroup | None) -> None:
 
     Where the host does not wait for the device, it reads here what the operators have found since.
     This rank makes no message of this pass: no other waits for it, but over NCCL those whose hosts
-    have gone further, which get withdrawals.
+    have gone further, which get aborts.
     """
     if group is None:
         return
     history = history_of(group)
-    if not history.is_apart and not history.verdicts:
+    if not history.is_apart and not history.statuses:
         return
     device = collectives.likely_device(group)
     if history.is_apart:
@@ -648,19 +648,19 @@ def _look_back(group: ProcessGroup | None) -> None:
     found = history.noted()
     if found == 0:
         return
-    tag = round(abs(found) / history.num_judged)
+    fingerprint = round(abs(found) / history.num_judged)
     cause, hindrance = hear(group, device)
     history.records.clear()  # they hold what has followed in that pass
     history.forget()
     what = (
-        "another rank of the process group withdrew from it because of an error"
+        "another rank of the process group aborted it because of an error"
         if found < 0
         else "another rank made another pass in its place"
     )
     words = (
-        f"{protocol.describe(tag)} gave NaN: {what}{cause and f'; {cause}'}; said in a later pass "
-        "because the host does not wait for CUDA: it may be hundreds of launches ahead of the "
-        "device, and what it has launched since then gave NaN or sums that belong to no pass"
+        f"{protocol.describe(fingerprint)} gave NaN: {what}{cause and f'; {cause}'}; said in a "
+        "later pass because the host does not wait for CUDA: it may be hundreds of launches ahead "
+        "of the device, and what it has launched since then gave NaN or sums that belong to no pass"
     )
     if hindrance:
         words += f"; the ranks are not in step yet: {hindrance}"
@@ -670,7 +670,7 @@ def _look_back(group: ProcessGroup | None) -> None:
 def check(
     input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity
 ) -> Tensor | None:
-    """Make the checks of a training pass; a rank that fails one withdraws.
+    """Make the checks of a training pass; a rank that fails one aborts.
 
     Returns:
         The mask, if there is one, as operators take it.

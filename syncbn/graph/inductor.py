@@ -35,7 +35,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     if not _is_valid(input, arguments, alone=group is None):
         if not _fits_operator(input, arguments):
             checks.check_training(input, arguments, alone=group is None)  # raises
-        # Raises when the graph runs, in the words and with the withdrawal of an eager layer.
+        # Raises when the graph runs, in the words and with the abort of an eager layer.
         failed: Tensor = torch.ops.syncbn.compiled_check.default(
             input, *arguments, group_name, identity_of(layer).name
         )
@@ -262,7 +262,7 @@ def _(
     return ops.batch_norm_stats(input, None if group_name is None else 0.0)
 
 
-# Waits for a collective and judges its sums, of which it returns all but the announcement.
+# Waits for a collective and judges its sums, of which it returns all but the tail.
 _library.define(
     "compiled_wait(Tensor reduced, str group_name, str direction, Tensor? identity=None) -> Tensor"
 )
@@ -280,8 +280,10 @@ def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None 
         sync.judge(totals, group, record)
         return totals[:-3].clone()  # an operator returns what is new
     if direction == "recomputation":  # or its sums are those that were kept of the forward pass
-        tag_sum = history.sum_of(history.record(layer, "forward").tag, group)
-        if_kept = torch.where(totals[-3] == tag_sum, history.sum_of(record.tag, group), totals[-3])
+        fingerprint_sum = history.sum_of(history.record(layer, "forward").fingerprint, group)
+        if_kept = torch.where(
+            totals[-3] == fingerprint_sum, history.sum_of(record.fingerprint, group), totals[-3]
+        )
         totals = torch.cat([totals[:-3], if_kept.view(1), totals[-2:]])
     return sync.judge_late(totals, *sync.judge_for(totals, group, record))
 
@@ -383,9 +385,9 @@ def _(
     identity: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tag = None if group_name is None else 0.0
+    fingerprint = None if group_name is None else 0.0
     return ops.batch_norm_backward_reduce(
-        grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag
+        grad_output, input, mean, invstd, weight_dtype, bias_dtype, fingerprint
     )
 
 

@@ -22,8 +22,8 @@ from syncbn.ops.fallback import ONE_VALUE
 
 __all__ = [
     "ONE_VALUE",
+    "AbortedError",
     "PassesDifferError",
-    "WithdrawnError",
     "batch_norm_apply",
     "batch_norm_backward",
     "batch_norm_backward_apply",
@@ -61,10 +61,13 @@ def _new_gradient(input: Tensor, dtype: torch.dtype) -> Tensor:
 
 @torch.library.register_fake("syncbn::batch_norm_stats")
 def _(
-    input: Tensor, tag: float | None = None, outlook: float = 0.0, mask: Tensor | None = None
+    input: Tensor,
+    fingerprint: float | None = None,
+    next_size: float = 0.0,
+    mask: Tensor | None = None,
 ) -> Tensor:
     _check_devices(input, [mask])
-    size = 2 * input.size(1) + (1 if tag is None else 4)
+    size = 2 * input.size(1) + (1 if fingerprint is None else 4)
     return _new_statistics(input, size)
 
 
@@ -79,8 +82,8 @@ def _(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
-    tag_sum: float | None = None,
-    verdict: Tensor | None = None,
+    fingerprint_sum: float | None = None,
+    status: Tensor | None = None,
     residual: Tensor | None = None,
     activation: int = 0,
     negative_slope: float = 0.0,
@@ -106,8 +109,8 @@ def _(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    tag: float | None = None,
-    outlook: float = 0.0,
+    fingerprint: float | None = None,
+    next_size: float = 0.0,
     constants: Tensor | None = None,
     activation: int = 0,
     negative_slope: float = 0.0,
@@ -116,7 +119,7 @@ def _(
     _check_devices(input, [grad_output, mask], mean, invstd, constants)
     channels = input.size(1)
     return (
-        mean.new_empty(2 * channels + (0 if tag is None else 4)),
+        mean.new_empty(2 * channels + (0 if fingerprint is None else 4)),
         _new_gradient(input, weight_dtype),
         _new_gradient(input, bias_dtype),
     )
@@ -130,8 +133,8 @@ def _(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    tag: float | None,
-    outlook: float,
+    fingerprint: float | None,
+    next_size: float,
     constants: Tensor | None,
     activation: int,
     negative_slope: float,
@@ -142,7 +145,7 @@ def _(
     _check_devices(input, [grad_output, residual, output, mask], mean, invstd, constants)
     channels = input.size(1)
     return (
-        mean.new_empty(2 * channels + (0 if tag is None else 4)),
+        mean.new_empty(2 * channels + (0 if fingerprint is None else 4)),
         _new_gradient(input, weight_dtype),
         _new_gradient(input, bias_dtype),
         torch.empty_like(input),
@@ -158,8 +161,8 @@ def _(
     weight: Tensor | None,
     sums: Tensor,
     count: Tensor,
-    tag_sum: float | None = None,
-    verdict: Tensor | None = None,
+    fingerprint_sum: float | None = None,
+    status: Tensor | None = None,
     constants: Tensor | None = None,
     activation: int = 0,
     negative_slope: float = 0.0,
@@ -225,8 +228,8 @@ _batch_norm_backward = torch.ops.syncbn.batch_norm_backward.default
 Fused = Tensor | float | None
 
 
-class WithdrawnError(RuntimeError):
-    """Sums over all ranks hold the message of a rank that has withdrawn."""
+class AbortedError(RuntimeError):
+    """Sums over all ranks hold the message of a rank that has aborted."""
 
 
 class PassesDifferError(RuntimeError):
@@ -236,7 +239,7 @@ class PassesDifferError(RuntimeError):
 # Operators against the stable ABI raise RuntimeError and nothing else.
 _CLASSES = {
     "CUDA out of memory.": torch.OutOfMemoryError,  # which programs look for
-    "another rank of the process group withdrew": WithdrawnError,
+    "another rank of the process group aborted": AbortedError,
     "the ranks of the process group run different passes": PassesDifferError,
     ONE_VALUE: ValueError,
 }
@@ -279,17 +282,21 @@ def check_more_than_one_value(totals: Tensor, channels: int) -> None:
 
 
 def batch_norm_stats(
-    input: Tensor, tag: float | None = None, outlook: float = 0.0, *, mask: Tensor | None = None
+    input: Tensor,
+    fingerprint: float | None = None,
+    next_size: float = 0.0,
+    *,
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Compute this rank's message: sum of x, sum of x² and number of values, float64 [2C+1].
 
-    With a tag [2C+4], ending with tag, outlook and its square.
+    With a fingerprint [2C+4], ending with fingerprint, next_size and its square.
     """
     masked, filling = {} if mask is None else _as_keyword(mask, input), None
     if mask is not None and not masked:
         input, filling = masks.fill(input, mask)
     try:
-        message: Tensor = _batch_norm_stats(input, tag, outlook, **masked)
+        message: Tensor = _batch_norm_stats(input, fingerprint, next_size, **masked)
     except RuntimeError as error:
         raise _in_its_class(error) from None
     if mask is not None and filling is not None:
@@ -307,8 +314,8 @@ def batch_norm_apply(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
-    tag_sum: float | None = None,
-    verdict: Tensor | None = None,
+    fingerprint_sum: float | None = None,
+    status: Tensor | None = None,
     *fused: Fused,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -330,8 +337,8 @@ def batch_norm_apply(
             counter,
             momentum,
             eps,
-            tag_sum,
-            verdict,
+            fingerprint_sum,
+            status,
             *fused,
             **masked,
         )
@@ -392,22 +399,22 @@ def batch_norm_backward_reduce(
     invstd: Tensor,
     weight_dtype: torch.dtype = torch.float64,
     bias_dtype: torch.dtype = torch.float64,
-    tag: float | None = None,
-    outlook: float = 0.0,
+    fingerprint: float | None = None,
+    next_size: float = 0.0,
     *fused: Fused,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's sums of dz and dz·xhat, float64 [2C], and grad_weight, grad_bias [C].
 
     dz is dy, or its product with the derivative of an activation: ``fused`` are constants,
-    activation and negative_slope. With a tag the sums are [2C+4], ending with 0, tag, outlook and
-    its square.
+    activation and negative_slope. With a fingerprint the sums are [2C+4], ending with 0,
+    fingerprint, next_size and its square.
     """
     masked = {} if mask is None else _as_keyword(mask, input)
     if mask is not None and not masked:
         # dz is 0 where dy is, and times 0 the deviation of what has been filled.
         grad_output, (input, _) = masks.clear(grad_output, mask), masks.fill(input, mask)
-    operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook)
+    operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
     try:
         results: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward_reduce(
             *operands, *fused, **masked
@@ -424,8 +431,8 @@ def batch_norm_backward_reduce_dz(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    tag: float | None,
-    outlook: float,
+    fingerprint: float | None,
+    next_size: float,
     *fused: Fused,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -440,7 +447,7 @@ def batch_norm_backward_reduce_dz(
         if isinstance(residual, Tensor):  # an output has zeros there
             residual = masks.clear(residual, mask)
         fused = (*source, residual, output)
-    operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook)
+    operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
     try:
         results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_backward_reduce_dz(
             *operands, *fused, **masked
@@ -458,8 +465,8 @@ def batch_norm_backward_apply(
     weight: Tensor | None,
     sums: Tensor,
     count: Tensor,
-    tag_sum: float | None = None,
-    verdict: Tensor | None = None,
+    fingerprint_sum: float | None = None,
+    status: Tensor | None = None,
     *fused: Fused,
     mask: Tensor | None = None,
 ) -> Tensor:
@@ -468,7 +475,7 @@ def batch_norm_backward_apply(
     ``fused`` are constants, activation and negative_slope.
     """
     masked = {} if mask is None else _as_keyword(mask, input)
-    operands = (grad_output, input, mean, invstd, weight, sums, count, tag_sum, verdict)
+    operands = (grad_output, input, mean, invstd, weight, sums, count, fingerprint_sum, status)
     try:
         grad_input: Tensor = _writer(_batch_norm_backward_apply)(*operands, *fused, **masked)
     except RuntimeError as error:

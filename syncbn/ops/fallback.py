@@ -98,7 +98,9 @@ def _end(like: Tensor, *numbers: float) -> list[Tensor]:
 
 
 @torch.no_grad()
-def batch_norm_stats(input: Tensor, tag: float | None = None, outlook: float = 0.0) -> Tensor:
+def batch_norm_stats(
+    input: Tensor, fingerprint: float | None = None, next_size: float = 0.0
+) -> Tensor:
     """Compute this rank's message."""
     _announce(input.device)
     channels = input.size(1)
@@ -118,12 +120,12 @@ def batch_norm_stats(input: Tensor, tag: float | None = None, outlook: float = 0
         # csrc/common/message.h: the squares are about the mean that will be read from the sums.
         sums = mean * count
         squares = m2 + sums * (sums / count)
-    announcement = () if tag is None else (tag, outlook, outlook**2)
-    return torch.cat([sums, squares, *_end(sums, count, *announcement)])
+    tail = () if fingerprint is None else (fingerprint, next_size, next_size**2)
+    return torch.cat([sums, squares, *_end(sums, count, *tail)])
 
 
 def _count(
-    count: Tensor, sums: Tensor, channels: int, tag_sum: float | None, verdict: Tensor | None
+    count: Tensor, sums: Tensor, channels: int, fingerprint_sum: float | None, status: Tensor | None
 ) -> Tensor:
     """Return the count [1] that sums over all ranks are of; NaN if they are not sound.
 
@@ -131,26 +133,26 @@ def _count(
         RuntimeError: They are not, or a group has one value per channel, and the host may look at
             them: in csrc's words.
     """
-    withdrawn = sums[2 * channels : 2 * channels + 1].isnan()
-    differ = torch.zeros_like(withdrawn)
-    if tag_sum is not None:
-        differ = sums[2 * channels + 1 : 2 * channels + 2] != tag_sum
-    if sums.is_cuda or verdict is not None:
-        if verdict is not None and tag_sum is not None:
+    aborted = sums[2 * channels : 2 * channels + 1].isnan()
+    differ = torch.zeros_like(aborted)
+    if fingerprint_sum is not None:
+        differ = sums[2 * channels + 1 : 2 * channels + 2] != fingerprint_sum
+    if sums.is_cuda or status is not None:
+        if status is not None and fingerprint_sum is not None:
             # All in the order of the stream, and so is what another pass has noted.
-            noted = verdict.to(sums.device, non_blocking=True)
-            note = torch.where(withdrawn, -tag_sum, torch.where(differ, tag_sum, 0.0))
-            verdict.copy_(torch.where(noted == 0, note, noted), non_blocking=True)
-        return torch.where(withdrawn | differ, torch.nan, count)
+            noted = status.to(sums.device, non_blocking=True)
+            note = torch.where(aborted, -fingerprint_sum, torch.where(differ, fingerprint_sum, 0.0))
+            status.copy_(torch.where(noted == 0, note, noted), non_blocking=True)
+        return torch.where(aborted | differ, torch.nan, count)
     number, has_differed = torch.cat([sums[2 * channels : 2 * channels + 1], differ]).tolist()
     if number != number:
         raise RuntimeError(
-            "another rank of the process group withdrew from this pass because of an error; that "
+            "another rank of the process group aborted this pass because of an error; that "
             "rank's own message says which"
         )
     if has_differed:
         raise RuntimeError("the ranks of the process group run different passes")
-    if number == 1 and tag_sum is not None:  # sums of a backward pass have a 0
+    if number == 1 and fingerprint_sum is not None:  # sums of a backward pass have a 0
         raise RuntimeError(ONE_VALUE)
     return count
 
@@ -176,8 +178,8 @@ def batch_norm_apply(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
-    tag_sum: float | None = None,
-    verdict: Tensor | None = None,
+    fingerprint_sum: float | None = None,
+    status: Tensor | None = None,
     residual: Tensor | None = None,
     activation: int = 0,
     negative_slope: float = 0.0,
@@ -186,7 +188,7 @@ def batch_norm_apply(
     """Normalize, and update the running statistics."""
     channels = input.size(1)
     count = totals[2 * channels : 2 * channels + 1]
-    count = _count(count, totals, channels, tag_sum, verdict).clone()
+    count = _count(count, totals, channels, fingerprint_sum, status).clone()
     sums, squares = totals[: 2 * channels].chunk(2)
     divisor = count.clamp(min=1)  # the sums of no values are zero
     mean = sums / divisor
@@ -293,15 +295,15 @@ def batch_norm_backward_reduce(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    tag: float | None = None,
-    outlook: float = 0.0,
+    fingerprint: float | None = None,
+    next_size: float = 0.0,
     constants: Tensor | None = None,
     activation: int = 0,
     negative_slope: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's sums of dz and dz·xhat, and the gradients of weight and bias."""
     dz = _gradient_behind(grad_output, input, mean, constants, activation, negative_slope)
-    return _reduce(dz, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook)
+    return _reduce(dz, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
 
 
 @torch.no_grad()
@@ -312,8 +314,8 @@ def batch_norm_backward_reduce_dz(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    tag: float | None,
-    outlook: float,
+    fingerprint: float | None,
+    next_size: float,
     constants: Tensor | None,
     activation: int,
     negative_slope: float,
@@ -323,7 +325,7 @@ def batch_norm_backward_reduce_dz(
     """Compute what :func:`batch_norm_backward_reduce` does, and store dz."""
     following = (constants, activation, negative_slope, residual, output)
     dz = _gradient_behind(grad_output, input, mean, *following)
-    results = _reduce(dz, input, mean, invstd, weight_dtype, bias_dtype, tag, outlook)
+    results = _reduce(dz, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
     return *results, torch.empty_like(input).copy_(dz)
 
 
@@ -334,8 +336,8 @@ def _reduce(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    tag: float | None,
-    outlook: float,
+    fingerprint: float | None,
+    next_size: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     center = _center(mean, input)
     (on_device,) = _to_batch([center], input)
@@ -343,7 +345,7 @@ def _reduce(
     sum_dz, sum_products = _sums(input, dz, dz * deviation)
     # What rounding the center has left of the mean is made good for.
     sum_dz_xhat = (sum_products - (mean - center) * sum_dz) * invstd
-    end = () if tag is None else (0.0, tag, outlook, outlook**2)
+    end = () if fingerprint is None else (0.0, fingerprint, next_size, next_size**2)
     return (
         torch.cat([sum_dz, sum_dz_xhat, *_end(sum_dz, *end)]),
         _gradient(sum_dz_xhat, weight_dtype, input.device),
@@ -360,16 +362,16 @@ def batch_norm_backward_apply(
     weight: Tensor | None,
     sums: Tensor,
     count: Tensor,
-    tag_sum: float | None = None,
-    verdict: Tensor | None = None,
+    fingerprint_sum: float | None = None,
+    status: Tensor | None = None,
     constants: Tensor | None = None,
     activation: int = 0,
     negative_slope: float = 0.0,
 ) -> Tensor:
     """Compute the gradient of the input from the sums of the whole group."""
     channels = input.size(1)
-    if tag_sum is not None:
-        count = _count(count, sums, channels, tag_sum, verdict)
+    if fingerprint_sum is not None:
+        count = _count(count, sums, channels, fingerprint_sum, status)
     mean_dz, mean_dz_xhat = (sums[: 2 * channels] / count.clamp(min=1)).chunk(2)
     center = _center(mean, input)
     scale = invstd * _vector(weight, 1, mean)

@@ -37,7 +37,7 @@ def test_compiled_rank_hears_of_an_eager_ranks_bad_input():
         bad, other = ranks.outcomes(fail_on_one_rank)
     assert bad.kind == "ValueError" and "[layer " in bad.message
     assert other.kind == "RuntimeError"
-    assert "another rank of the process group withdrew from this forward pass" in other.message
+    assert "another rank of the process group aborted this forward pass" in other.message
 
 
 def test_bad_input_to_a_compiled_layer_is_named():
@@ -64,7 +64,7 @@ def test_bad_input_to_one_compiled_rank_fails_all_in_words(bad):
     assert "expected input to have 3 channels (num_features), but got 4" in failed.message
     assert "[layer '1', rank 1 of 2]" in failed.message
     assert other.kind == "RuntimeError"
-    assert "another rank of the process group withdrew" in other.message
+    assert "another rank of the process group aborted" in other.message
     assert "[layer '1', rank 0 of 2]" in other.message
 
 
@@ -80,7 +80,7 @@ def test_compiled_ranks_with_different_channels_fail_in_words():
     assert kinds == ["RuntimeError", "ValueError"]
     text = "".join(outcome.message for outcome in outcomes)
     assert "expected the same channels on all ranks" in text
-    assert "another rank of the process group withdrew" in text
+    assert "another rank of the process group aborted" in text
 
 
 def die_in_one_graph(rank, world_size, direction):
@@ -126,7 +126,7 @@ def test_tensor_on_meta(on_meta):
         and words[on_meta] in failed.message
         and "[layer '0', rank 1 of 2]" in failed.message
     )
-    assert "another rank of the process group withdrew" in other.message
+    assert "another rank of the process group aborted" in other.message
 
 
 @pytest.mark.parametrize("bad", [None, 3.0, "text", [1.0], np.zeros((2, 3))])
@@ -150,7 +150,7 @@ def test_compiled_layer_checks_dimensions_as_the_class_that_it_comes_from():
         other, failed = ranks.outcomes(train_with_other_dimensions)
     assert failed.kind == "ValueError" and "expected 4D input (got 3D input)" in failed.message
     assert "[layer '0', rank 1 of 2]" in failed.message
-    assert "another rank of the process group withdrew" in other.message
+    assert "another rank of the process group aborted" in other.message
 
 
 def train_on_one_value(rank, world_size, mode):
@@ -200,11 +200,11 @@ def test_ranks_with_a_number_that_fits_into_no_graph():
             assert mean == pytest.approx([0.05] * 3)
 
 
-def test_rank_that_breaks_its_graph_withdraws():
+def test_rank_that_breaks_its_graph_aborts():
     with Ranks(2, case_seconds=60) as ranks:
         other, failed = ranks.outcomes(train_on_nothing_on_one_rank)
     assert failed.kind == "TypeError" and "but got NoneType" in failed.message
-    assert "another rank of the process group withdrew" in other.message
+    assert "another rank of the process group aborted" in other.message
 
 
 # torch's own: it looks at the gradients of what is no leaf.

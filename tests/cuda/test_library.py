@@ -147,7 +147,7 @@ def test_torch_without_cuda_loads_the_cpu_operators_and_says_so(prepare, words):
     assert re.search(words, result.stdout)
 
 
-def test_announcement_of_cuda_tensors_without_operators_gives_the_reason(monkeypatch):
+def test_tail_of_cuda_tensors_without_operators_gives_the_reason(monkeypatch):
     monkeypatch.setattr(fallback, "_announced", False)
     monkeypatch.setattr(_extension, "cuda_missing", "it was built without them")
     with pytest.warns(

@@ -83,11 +83,11 @@ const char* plan(const Call* call, const void* a, const void* b, const void* c, 
 }
 
 const char* batch_norm_stats(const Call* call, const void* input, double* message,
-                             const Announcement* announcement) {
+                             const Tail* tail) {
   return run(*call, [&] {
     const Plan plan = plan_of(*call, {input});
     with_workspace(plan, [&](Workspace workspace) {
-      launch_batch_norm_stats(plan, nullptr, input, message, *announcement, workspace);
+      launch_batch_norm_stats(plan, nullptr, input, message, *tail, workspace);
     });
   });
 }
@@ -97,12 +97,12 @@ const char* batch_norm_apply(const Call* call, const void* input, const double* 
                              const ChannelVector* running_mean, const ChannelVector* running_var,
                              int64_t* num_batches_tracked, bool cumulative, double momentum,
                              double eps, void* output, double* mean, double* invstd, double* count,
-                             const Judge* judge, const Following* following) {
+                             const Verifier* verifier, const Following* following) {
   return run(*call, [&] {
     const RunningStatistics running{*running_mean, *running_var, num_batches_tracked, cumulative,
                                     momentum};
     launch_batch_norm_apply(plan_of(*call, {input, following->residual, output}), nullptr, input,
-                            totals, *judge, *weight, *bias, running, eps, output, mean, invstd,
+                            totals, *verifier, *weight, *bias, running, eps, output, mean, invstd,
                             count, *following);
   });
 }
@@ -110,15 +110,14 @@ const char* batch_norm_apply(const Call* call, const void* input, const double* 
 const char* batch_norm_backward_reduce(const Call* call, const void* grad_output, const void* input,
                                        const double* mean, const double* invstd, double* sums,
                                        const ChannelVector* grad_weight,
-                                       const ChannelVector* grad_bias,
-                                       const Announcement* announcement, const Through* through) {
+                                       const ChannelVector* grad_bias, const Tail* tail,
+                                       const Through* through) {
   return run(*call, [&] {
     const Plan plan =
         plan_of(*call, {grad_output, input, through->residual, through->output, through->dz});
     with_workspace(plan, [&](Workspace workspace) {
       launch_batch_norm_backward_reduce(plan, nullptr, grad_output, input, mean, invstd, sums,
-                                        *announcement, *grad_weight, *grad_bias, workspace,
-                                        *through);
+                                        *tail, *grad_weight, *grad_bias, workspace, *through);
     });
   });
 }
@@ -126,12 +125,12 @@ const char* batch_norm_backward_reduce(const Call* call, const void* grad_output
 const char* batch_norm_backward_apply(const Call* call, const void* grad_output, const void* input,
                                       const double* mean, const double* invstd,
                                       const ChannelVector* weight, const double* sums,
-                                      const double* count, void* grad_input, const Judge* judge,
-                                      const Through* through) {
+                                      const double* count, void* grad_input,
+                                      const Verifier* verifier, const Through* through) {
   return run(*call, [&] {
     launch_batch_norm_backward_apply(plan_of(*call, {grad_output, input, grad_input}), nullptr,
-                                     grad_output, input, mean, invstd, *weight, sums, *judge, count,
-                                     grad_input, *through);
+                                     grad_output, input, mean, invstd, *weight, sums, *verifier,
+                                     count, grad_input, *through);
   });
 }
 

@@ -185,7 +185,7 @@ def test_empty_group_updates_nothing(device, shape, dtype):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_withdrawn_rank_gives_nan_and_updates_nothing(device, layout, momentum):
+def test_aborted_rank_gives_nan_and_updates_nothing(device, layout, momentum):
     x = make_input((3, 2, 5, 7), layout, torch.float32)
     totals = totals_of(x)
     totals[-1] = torch.nan

@@ -223,7 +223,7 @@ def test_bad_input_on_one_rank_fails_the_others_at_once(bad, kind, message, opti
     assert isinstance(failed, Failure) and failed.kind == kind
     assert message in failed.message and "[layer 'body.bn1', rank 1 of 2]" in failed.message
     assert isinstance(waiting, Failure) and waiting.kind == "RuntimeError"
-    assert "another rank of the process group withdrew" in waiting.message
+    assert "another rank of the process group aborted" in waiting.message
     assert "[layer 'body.bn1', rank 0 of 2]" in waiting.message
 
 
@@ -246,7 +246,7 @@ def test_bad_argument_of_the_function_on_one_rank_fails_the_others_at_once(bad, 
         waiting, failed = ranks.outcomes(bad_argument_on_one_rank, bad)
     assert message in failed.message
     assert "[rank 1 of 2]" in failed.message
-    assert "another rank of the process group withdrew" in waiting.message
+    assert "another rank of the process group aborted" in waiting.message
 
 
 def trace_on_one_rank(rank, world_size):
@@ -259,7 +259,7 @@ def test_trace_on_one_rank_fails_the_others_at_once():
     with Ranks(2, case_seconds=30) as ranks:
         waiting, failed = ranks.outcomes(trace_on_one_rank)
     assert failed.kind == "NotImplementedError" and "torch.jit.trace" in failed.message
-    assert "another rank of the process group withdrew" in waiting.message
+    assert "another rank of the process group aborted" in waiting.message
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -296,7 +296,7 @@ def test_failure_before_the_collective_fails_the_others_at_once():
     with Ranks(2, case_seconds=30) as ranks:
         waiting, failed = ranks.outcomes(run_out_of_memory)
     assert "can't allocate memory" in failed.message
-    assert "another rank of the process group withdrew" in waiting.message
+    assert "another rank of the process group aborted" in waiting.message
 
 
 def refused(rank, world_size, what):

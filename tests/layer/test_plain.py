@@ -56,7 +56,7 @@ def run_operator(rank, world_size, name, shape, layout, dtype):
         for argument, value in zip(schema, given, strict=False)
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the announcement
+        warnings.simplefilter("ignore")  # the tail
         results = [operator(name)(*values) for values in (given, moved)]
     outputs = [[r] if isinstance(r, torch.Tensor) else list(r) for r in results]
     for values, output in zip((given, moved), outputs, strict=True):
@@ -107,31 +107,32 @@ def test_mean_of_a_thousand_standard_deviations(device):
 
 
 @pytest.mark.parametrize(
-    ("count", "tag_sum", "note"), [(12.0, 7.0, 0.0), (torch.nan, 7.0, -7.0), (12.0, 8.0, 8.0)]
+    ("count", "fingerprint_sum", "note"),
+    [(12.0, 7.0, 0.0), (torch.nan, 7.0, -7.0), (12.0, 8.0, 8.0)],
 )
 @pytest.mark.parametrize("noted", [0.0, 3.0])
-def test_verdict_takes_the_first_note(count, tag_sum, note, noted):
+def test_status_takes_the_first_note(count, fingerprint_sum, note, noted):
     x, channels = make_input((4, 3, 3), "contiguous", torch.float32), 3
     totals = ops.batch_norm_stats(x, 7.0)
     totals[2 * channels] = count
-    verdict = torch.tensor([noted], dtype=torch.float64)
+    status = torch.tensor([noted], dtype=torch.float64)
     mean, var, tracked = torch.zeros(3), torch.ones(3), torch.tensor(0)
     y, *_, found = fallback.batch_norm_apply(
-        x, totals, None, None, mean, var, tracked, 0.1, 1e-5, tag_sum, verdict
+        x, totals, None, None, mean, var, tracked, 0.1, 1e-5, fingerprint_sum, status
     )
     is_sound = note == 0
-    assert verdict.item() == (noted or note)
+    assert status.item() == (noted or note)
     assert bool(y.isfinite().all()) == is_sound and bool(y.isnan().all()) != is_sound
     assert (found.item() == 12) == is_sound and tracked.item() == is_sound
     assert (mean == 0).all() != is_sound
     statistics = torch.ones(3, dtype=torch.float64)
-    verdict.fill_(noted)
+    status.fill_(noted)
     sums = torch.cat([totals[:-4], totals[-4:] * torch.tensor([1.0, 1, 0, 0])])
     counted = torch.tensor([12.0], dtype=torch.float64)
     dx = fallback.batch_norm_backward_apply(
-        x, x, statistics, statistics, None, sums, counted, tag_sum, verdict
+        x, x, statistics, statistics, None, sums, counted, fingerprint_sum, status
     )
-    assert verdict.item() == (noted or note)
+    assert status.item() == (noted or note)
     assert bool(dx.isfinite().all()) == is_sound and bool(dx.isnan().all()) != is_sound
 
 
@@ -154,13 +155,13 @@ def test_running_statistics_of_a_bad_channel_are_those_of_the_operator(momentum)
 def test_sums_that_are_not_sound_raise_in_the_operators_words():
     x = make_input((4, 3), "contiguous", torch.float32)
     arguments = (None, None, None, None, None, 0.0, 1e-5)
-    for count, tag_sum in ((torch.nan, 7.0), (torch.nan, None), (4.0, 8.0)):
+    for count, fingerprint_sum in ((torch.nan, 7.0), (torch.nan, None), (4.0, 8.0)):
         totals = ops.batch_norm_stats(x, 7.0)
         totals[6] = count
         with pytest.raises(RuntimeError) as theirs:
-            torch.ops.syncbn.batch_norm_apply(x, totals, *arguments, tag_sum)
+            torch.ops.syncbn.batch_norm_apply(x, totals, *arguments, fingerprint_sum)
         with pytest.raises(RuntimeError) as ours:
-            fallback.batch_norm_apply(x, totals, *arguments, tag_sum)
+            fallback.batch_norm_apply(x, totals, *arguments, fingerprint_sum)
         assert str(ours.value) == str(theirs.value)
 
 
@@ -174,12 +175,12 @@ def test_nothing_waits_for_a_cuda_device(activation, momentum, monkeypatch):
         x, residual = (torch.empty(4, 3, 5, device="cuda") for _ in range(2))
         running = torch.empty(2, 3, device="cuda").unbind()
         tracked = torch.empty((), dtype=torch.int64, device="cuda")
-        verdict = torch.empty(1, dtype=torch.float64)
+        status = torch.empty(1, dtype=torch.float64)
         constants = torch.empty(6, dtype=torch.float64, device="cuda") if number else None
         message = fallback.batch_norm_stats(x, 1.0)
         following = (residual, number, 0.1, constants)
         y, mean, invstd, count = fallback.batch_norm_apply(
-            x, message, None, None, *running, tracked, momentum, 1e-5, 2.0, verdict, *following
+            x, message, None, None, *running, tracked, momentum, 1e-5, 2.0, status, *following
         )
         assert y.device == message.device == count.device == x.device
         dtypes = (torch.float32, torch.float32)
@@ -188,7 +189,7 @@ def test_nothing_waits_for_a_cuda_device(activation, momentum, monkeypatch):
             x, x, mean, invstd, *dtypes, 1.0, 0.0, *through
         )
         dx = fallback.batch_norm_backward_apply(
-            x, x, mean, invstd, None, sums, count, 2.0, verdict, *through
+            x, x, mean, invstd, None, sums, count, 2.0, status, *through
         )
         assert dx.device == x.device
         with pytest.raises(DataDependentOutputException):  # as it does
@@ -361,7 +362,7 @@ def test_uncompiled_where_there_is_none(ranks):
     assert "its device has no float64" in words
 
 
-# The announcement.
+# The tail.
 
 ANNOUNCED = """
 import sys, warnings
@@ -386,7 +387,7 @@ for warning in caught:
 @pytest.mark.parametrize(
     ("kind", "device_type"), [("float64", "cpu"), ("float32", "standin"), ("", None)]
 )
-def test_one_announcement_in_a_process(kind, device_type):
+def test_one_word_in_a_process(kind, device_type):
     script = ANNOUNCED.format(support=str(SUPPORT))
     environment = {**os.environ, hidden.VARIABLE: kind}
     command = [sys.executable, "-c", script]

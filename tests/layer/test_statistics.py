@@ -93,7 +93,7 @@ def test_equals_the_whole_population(each_device, dtype, momentum):
     assert layer.momentum == momentum and layer.training
 
 
-def test_gives_an_average_that_a_bad_batch_has_ended_new_statistics():
+def test_gives_an_average_that_a_bad_batch_has_tailed_new_statistics():
     layer, batches = SyncBatchNorm(3, momentum=None).double(), make_batches()
     layer(torch.full_like(batches[0], torch.nan))
     assert layer.running_mean.isnan().all() and layer.running_var.isnan().all()

@@ -164,7 +164,7 @@ def test_variance_past_the_dtype_of_a_buffer_leaves_it_alone(dtype, variance):
     assert var.isnan() and mean.isnan()  # a cumulative average
 
 
-def test_withdrawn_rank_is_an_error_or_nan_and_changes_nothing(each_device):
+def test_aborted_rank_is_an_error_or_nan_and_changes_nothing(each_device):
     x = make_input((3, 2), "contiguous", torch.float32)
     totals = ops.batch_norm_stats(x)
     totals[-1] = torch.nan
@@ -173,7 +173,7 @@ def test_withdrawn_rank_is_an_error_or_nan_and_changes_nothing(each_device):
     if each_device.type == "cuda":  # which never waits to see what the count is
         assert all(result.isnan().all() for result in ops.batch_norm_apply(*arguments))
     else:
-        with pytest.raises(RuntimeError, match="another rank of the process group withdrew"):
+        with pytest.raises(RuntimeError, match="another rank of the process group aborted"):
             ops.batch_norm_apply(*arguments)
     assert mean.tolist() == [0, 0] and var.tolist() == [1, 1] and tracked.item() == 0
 

@@ -287,7 +287,7 @@ def make_a_mistake_twice(rank, world_size):
     """Rank 1 has another layer, and all go on after the error, as a loop does that catches it."""
     a, b, c = SyncBatchNorm(3), SyncBatchNorm(4), SyncBatchNorm(5)
     for _ in range(2):
-        with pytest.raises((ValueError, RuntimeError), match="same channels|withdrew"):
+        with pytest.raises((ValueError, RuntimeError), match="same channels|aborted"):
             step(a, c if rank == 1 else b)
     with sizes_sent() as sizes:
         step(a, b)
@@ -318,7 +318,7 @@ def test_ranks_of_different_pasts_fit_together():
         assert ranks.run(train_with_another_past) == [[*with_b, *with_b, *with_c]] * 2
 
 
-def withdraw_after_sends(rank, world_size):
+def abort_after_sends(rank, world_size):
     """Ranks 0 and 1 have made an operation that rank 2 has not: the store is no place to meet."""
     if rank < 2:
         dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
@@ -326,11 +326,11 @@ def withdraw_after_sends(rank, world_size):
     layer(torch.ones(2, 3).long() if rank == 2 else torch.rand(2, 3))
 
 
-def test_rank_withdraws_where_others_do_not_ask():
+def test_rank_aborts_where_others_do_not_ask():
     with Ranks(3, case_seconds=30) as ranks:
-        *others, failed = ranks.outcomes(withdraw_after_sends)
+        *others, failed = ranks.outcomes(abort_after_sends)
     assert failed.kind == "TypeError"
-    assert all("withdrew from this forward pass" in other.message for other in others)
+    assert all("aborted this forward pass" in other.message for other in others)
 
 
 def test_double_backward_passes_are_not_of_channels():
@@ -348,10 +348,10 @@ def read_the_tags_of_a_recomputation(rank, world_size):
     first, again = (history.record(layer, way) for way in ("forward", "recomputation"))
     other = history.record(Identity("body.bn2"), "forward")
     message = torch.zeros(10).double()
-    for tag in (2 * first.tag, 2 * again.tag):
-        message[-3] = tag
+    for fingerprint in (2 * first.fingerprint, 2 * again.fingerprint):
+        message[-3] = fingerprint
         sync.judge(message, group, again)
-    message[-3] = other.tag + again.tag
+    message[-3] = other.fingerprint + again.fingerprint
     with pytest.raises(RuntimeError, match="this rank runs the recomputation of layer 'body.bn1'"):
         sync.judge(message, group, again)
     return True
@@ -373,35 +373,35 @@ def fail_without_channels(rank, world_size, steps):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_rank_that_knows_no_size_withdraws_from_what_others_send(steps):
+def test_rank_that_knows_no_size_aborts_from_what_others_send(steps):
     with Ranks(3, case_seconds=30) as ranks:
         outcomes = ranks.outcomes(fail_without_channels, steps)
     assert outcomes[1].kind == "TypeError" and "[rank 1 of 3]" in outcomes[1].message
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.kind == "RuntimeError"
-        assert "withdrew from this forward pass" in outcome.message
+        assert "aborted this forward pass" in outcome.message
         assert "rank 1: TypeError: expected input to be a torch.Tensor" in outcome.message
 
 
-def hear_late(rank, world_size, verdict, name, direction):
+def hear_late(rank, world_size, status, name, direction):
     """As an operator on CUDA would have noted it in a pass before."""
     layer, group = SyncBatchNorm(3), dist.group.WORLD
     layer._syncbn = layer._syncbn.with_name(name)
     history = history_of(group)
-    tag = history.record(layer._syncbn.identity, direction).tag
-    history.verdict(CPU).note.fill_(verdict * world_size * tag)
+    fingerprint = history.record(layer._syncbn.identity, direction).fingerprint
+    history.status(CPU).note.fill_(status * world_size * fingerprint)
     with pytest.raises(RuntimeError) as error:
         sync._look_back(group)
     sync._look_back(group)  # says it once
-    del history.verdicts[CPU]
+    del history.statuses[CPU]
     return str(error.value)
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize(("name", "layer"), [("body.bn1", "layer 'body.bn1'"), ("", "a layer")])
-@pytest.mark.parametrize(("verdict", "words"), [(-1, "withdrew"), (1, "made another pass")])
-def test_verdict_of_a_pass_before_names_it(two_ranks, verdict, words, name, layer, direction):
-    for said in two_ranks.run(hear_late, verdict, name, direction):
+@pytest.mark.parametrize(("status", "words"), [(-1, "aborted"), (1, "made another pass")])
+def test_status_of_a_pass_before_names_it(two_ranks, status, words, name, layer, direction):
+    for said in two_ranks.run(hear_late, status, name, direction):
         assert said.startswith(f"the {direction} pass of {layer} gave NaN: another rank")
         assert words in said
 
@@ -498,9 +498,9 @@ def keys_left(rank, world_size, cause):
             if cause == "recompute":
                 recompute_statistics(layers[0], [torch.rand(4, 3)])
                 continue
-            channels = 3 + rank if cause == "withdrawal" else 3
+            channels = 3 + rank if cause == "abort" else 3
             layer = layers[rank if cause == "passes" else 0]
-            with pytest.raises((RuntimeError, ValueError), match=r"withdrew|3 channels|different"):
+            with pytest.raises((RuntimeError, ValueError), match=r"aborted|3 channels|different"):
                 layer(torch.rand(4, channels))
             layers[0](torch.rand(4, 3))
         dist.barrier()
@@ -509,7 +509,7 @@ def keys_left(rank, world_size, cause):
     return counts
 
 
-@pytest.mark.parametrize("cause", ["recompute", "withdrawal", "passes"])
+@pytest.mark.parametrize("cause", ["recompute", "abort", "passes"])
 def test_store_keeps_no_key_of_each_failure(two_ranks, cause):
     for some, more in two_ranks.run(keys_left, cause):
         assert some == more

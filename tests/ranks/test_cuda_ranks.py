@@ -120,7 +120,7 @@ def test_ddp_training_equals_that_of_the_whole_batch(world, name):
             )
 
 
-def withdraw(rank, world_size, compiles):
+def abort(rank, world_size, compiles):
     layer = SyncBatchNorm(3)
     layer._syncbn = layer._syncbn.with_name("body.bn1")
     x = make_input((4, 3), "contiguous", torch.float32, seed=rank)
@@ -133,18 +133,18 @@ def withdraw(rank, world_size, compiles):
         return True
     y = run(x)
     unchanged = [torch.equal(value, before[key]) for key, value in layer.state_dict().items()]
-    torch.cuda.synchronize()  # or the next pass may come before the verdict
+    torch.cuda.synchronize()  # or the next pass may come before the status
     with pytest.raises(RuntimeError, match=r"forward pass of layer 'body\.bn1' gave NaN: another"):
         run(x)
     return y.isnan().all().item() and all(unchanged)
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-def test_rank_that_withdraws_makes_the_others_nan_and_changes_nothing(compiles):
+def test_rank_that_aborts_makes_the_others_nan_and_changes_nothing(compiles):
     """CUDA never waits to see the count: the error comes with the next pass."""
     times = {"case_seconds": 150, "collective_seconds": 120}
     with Ranks(2, backend="nccl", device="cuda", **times) as own:
-        assert own.run(withdraw, compiles) == [True] * 2
+        assert own.run(abort, compiles) == [True] * 2
 
 
 def fail_and_go_on(rank, world_size, what, num_ahead):
@@ -161,7 +161,7 @@ def fail_and_go_on(rank, world_size, what, num_ahead):
     step()
     torch.cuda.synchronize()
     with pytest.raises((RuntimeError, TypeError)) as error:
-        if rank == 1 and what == "withdraws":
+        if rank == 1 and what == "aborts":
             layers[0](inputs[0].long())
         first = 2 if rank == 1 else 0  # two layers of one size
         torch.cuda._sleep(10**8)
@@ -185,7 +185,7 @@ def fail_and_go_on(rank, world_size, what, num_ahead):
 
 # Over gloo no host is a whole pass ahead.
 @pytest.mark.parametrize("num_ahead", [0, 3])
-@pytest.mark.parametrize("what", ["withdraws", "differs"])
+@pytest.mark.parametrize("what", ["aborts", "differs"])
 def test_group_goes_on_after_ranks_heard_of_a_failure_at_different_passes(world, what, num_ahead):
     if world.backend == "gloo" and num_ahead:
         pytest.skip("over gloo the host waits in each pass")
@@ -195,7 +195,7 @@ def test_group_goes_on_after_ranks_heard_of_a_failure_at_different_passes(world,
         if what == "differs":
             assert "made another pass in its place" in words
         elif rank != 1:
-            assert "'bn0' gave NaN: another rank of the process group withdrew" in words
+            assert "'bn0' gave NaN: another rank of the process group aborted" in words
             assert "rank 1: TypeError: expected input of dtype" in words
 
 
@@ -216,7 +216,7 @@ def fail_last(rank, world_size):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_rank_that_hears_late_withdraws_from_no_pass(backend):
+def test_rank_that_hears_late_aborts_from_no_pass(backend):
     with Ranks(2, backend=backend, device="cuda", collective_seconds=15) as own:
         assert own.run(fail_last) == [True, True]
 
@@ -242,7 +242,7 @@ def fail_backward(rank, world_size, twice):
 
 
 @pytest.mark.parametrize("twice", [False, True])
-def test_every_backward_pass_notes_its_verdict(world, twice):
+def test_every_backward_pass_notes_its_status(world, twice):
     for words in world.run(fail_backward, twice):
         assert f"{'double ' * twice}backward pass of layer 'bn" in words and "gave NaN" in words
 

@@ -95,7 +95,7 @@ def test_a_residual_that_does_not_fit_fails_all_ranks(bad):
     with Ranks(2, case_seconds=30) as pair:
         failed, waiting = pair.outcomes(fit_on_one_rank, [bad, torch.zeros(2, 3, 4)])
     assert failed.kind in ("TypeError", "ValueError") and "residual" in failed.message
-    assert "another rank of the process group withdrew" in waiting.message
+    assert "another rank of the process group aborted" in waiting.message
 
 
 class Residual(nn.Module):

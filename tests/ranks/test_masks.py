@@ -158,5 +158,5 @@ def test_a_bad_mask_fails_all_ranks():
     with Ranks(2, case_seconds=30) as pair:
         waiting, failed = pair.outcomes(mask_badly)
     assert failed.kind == "ValueError" and "expected mask to have shape" in failed.message
-    assert "another rank of the process group withdrew" in waiting.message
+    assert "another rank of the process group aborted" in waiting.message
     assert "expected mask to have shape" in waiting.message

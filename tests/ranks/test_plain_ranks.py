@@ -36,7 +36,7 @@ def pair(ranks, device):
 
 
 def one_value(rank, world_size):
-    warnings.simplefilter("ignore")  # the announcement
+    warnings.simplefilter("ignore")  # the tail
     layer = SyncBatchNorm(3)
     layer(torch.rand(rank, 3))
 
@@ -108,7 +108,7 @@ def train_on_device(rank, world_size, dtype, split, activation=None, create_grap
     dist.all_reduce, dist.all_gather_into_tensor = all_reduce, all_gather
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the announcement
+            warnings.simplefilter("ignore")  # the tail
             y = layer(x)
             if create_graph:
                 (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
@@ -287,7 +287,7 @@ def test_bad_input_on_one_rank_fails_all(device, steps):
         (kind, words, seconds), (own_kind, own_words, _) = ranks.run(bad_input, steps)
     assert (kind, own_kind) == ("RuntimeError", "ValueError")
     assert "[layer 'body.bn1', rank 1 of 2]" in own_words
-    assert "withdrew" in words and "expected input to have 3 channels" in words
+    assert "aborted" in words and "expected input to have 3 channels" in words
     assert "[layer 'body.bn1', rank 0 of 2]" in words
     assert seconds < 10
 
@@ -304,11 +304,11 @@ def stay_on_the_cpu(rank, world_size):
     return None
 
 
-def test_rank_that_fails_on_the_cpu_withdraws_where_the_group_has_its_backend(device):
+def test_rank_that_fails_on_the_cpu_aborts_where_the_group_has_its_backend(device):
     with Ranks(2, case_seconds=90, backend="standin", device=device) as ranks:
         (words, seconds), (own_words, _) = ranks.run(stay_on_the_cpu)
     assert "expected input to have 3 channels" in own_words
-    assert "withdrew" in words and "expected input to have 3 channels" in words
+    assert "aborted" in words and "expected input to have 3 channels" in words
     assert seconds < 10  # the group's timeout is longer
 
 
@@ -392,7 +392,7 @@ def test_rank_that_fails_between_passes_fails_all(device):
     with Ranks(2, case_seconds=30, backend="standin", device=device) as ranks:
         words, own = ranks.run(fail_in_the_loader)
     assert own == "the disk is gone"
-    assert "withdrew" in words and "the disk is gone" in words
+    assert "aborted" in words and "the disk is gone" in words
 
 
 # A group whose backend is for CPUs alone, as gloo for MPS: messages without float64 are there.

@@ -255,7 +255,7 @@ def check_failures(results, failing, words):
         if rank == failing:
             assert re.match(words, error, re.DOTALL), error
         else:
-            assert re.match("RuntimeError: another rank of the process group withdrew", error)
+            assert re.match("RuntimeError: another rank of the process group aborted", error)
             assert re.search(words.split(": ", 1)[1], error), error
 
 

@@ -129,19 +129,19 @@ class ChannelVector(ctypes.Structure):
     _fields_ = (("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("dtype", ctypes.c_int))
 
 
-class Announcement(ctypes.Structure):
+class Tail(ctypes.Structure):
     _fields_ = (
         ("present", ctypes.c_bool),
-        ("tag", ctypes.c_double),
-        ("outlook", ctypes.c_double),
+        ("fingerprint", ctypes.c_double),
+        ("next_size", ctypes.c_double),
     )
 
 
 class Judge(ctypes.Structure):
     _fields_ = (
         ("present", ctypes.c_bool),
-        ("tag_sum", ctypes.c_double),
-        ("verdict", ctypes.c_void_p),
+        ("fingerprint_sum", ctypes.c_double),
+        ("status", ctypes.c_void_p),
     )
 
 
@@ -171,8 +171,8 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def to_judge(tag_sum: float | None, verdict: Tensor | None) -> Judge:
-    return Judge(tag_sum is not None, tag_sum or 0.0, pointer(verdict))
+def to_judge(fingerprint_sum: float | None, status: Tensor | None) -> Judge:
+    return Judge(fingerprint_sum is not None, fingerprint_sum or 0.0, pointer(status))
 
 
 def channel_vector(tensor: Tensor | None) -> ChannelVector:
@@ -239,11 +239,11 @@ class Device:
         return dict(zip(PLAN, fields, strict=True))
 
     def batch_norm_stats(
-        self, input: Tensor, tag: float | None = None, outlook: float = 0.0
+        self, input: Tensor, fingerprint: float | None = None, next_size: float = 0.0
     ) -> Tensor:
-        message = statistics(2 * input.size(1) + (1 if tag is None else 4))
-        announcement = Announcement(tag is not None, tag or 0.0, outlook)
-        self._run("batch_norm_stats", input, input, message, announcement)
+        message = statistics(2 * input.size(1) + (1 if fingerprint is None else 4))
+        tail = Tail(fingerprint is not None, fingerprint or 0.0, next_size)
+        self._run("batch_norm_stats", input, input, message, tail)
         assert_margins_untouched(message)
         return message
 
@@ -258,8 +258,8 @@ class Device:
         num_batches_tracked: Tensor | None,
         momentum: float | None,
         eps: float,
-        tag_sum: float | None = None,
-        verdict: Tensor | None = None,
+        fingerprint_sum: float | None = None,
+        status: Tensor | None = None,
         residual: Tensor | None = None,
         activation: int = 0,
         negative_slope: float = 0.0,
@@ -281,7 +281,7 @@ class Device:
             mean,
             invstd,
             count,
-            to_judge(tag_sum, verdict),
+            to_judge(fingerprint_sum, status),
             Following(
                 Activation(activation, negative_slope), pointer(residual), pointer(constants)
             ),
@@ -297,15 +297,15 @@ class Device:
         invstd: Tensor,
         weight_dtype: torch.dtype = torch.float64,
         bias_dtype: torch.dtype = torch.float64,
-        tag: float | None = None,
-        outlook: float = 0.0,
+        fingerprint: float | None = None,
+        next_size: float = 0.0,
         constants: Tensor | None = None,
         activation: int = 0,
         negative_slope: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         through = Through(Activation(activation, negative_slope), pointer(constants))
         operands = (grad_output, input, mean, invstd)
-        return self._reduce(operands, weight_dtype, bias_dtype, tag, outlook, through)
+        return self._reduce(operands, weight_dtype, bias_dtype, fingerprint, next_size, through)
 
     def batch_norm_backward_reduce_dz(
         self,
@@ -315,8 +315,8 @@ class Device:
         invstd: Tensor,
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype,
-        tag: float | None,
-        outlook: float,
+        fingerprint: float | None,
+        next_size: float,
         constants: Tensor | None,
         activation: int,
         negative_slope: float,
@@ -327,7 +327,7 @@ class Device:
         tensors = map(pointer, (constants, residual, output, dz))
         through = Through(Activation(activation, negative_slope), *tensors)
         operands = (grad_output, input, mean, invstd)
-        results = self._reduce(operands, weight_dtype, bias_dtype, tag, outlook, through)
+        results = self._reduce(operands, weight_dtype, bias_dtype, fingerprint, next_size, through)
         assert_margins_untouched(dz)
         return *results, dz
 
@@ -336,18 +336,18 @@ class Device:
         operands: tuple[Tensor, Tensor, Tensor, Tensor],
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype,
-        tag: float | None,
-        outlook: float,
+        fingerprint: float | None,
+        next_size: float,
         through: Through,
     ) -> tuple[Tensor, Tensor, Tensor]:
         _, input, mean, _ = operands
         channels = input.size(1)
-        sums = statistics(2 * channels + (0 if tag is None else 4))
+        sums = statistics(2 * channels + (0 if fingerprint is None else 4))
         grad_weight, grad_bias = (with_margins(mean.to(d)) for d in (weight_dtype, bias_dtype))
         gradients = map(channel_vector, (grad_weight, grad_bias))
-        announcement = Announcement(tag is not None, tag or 0.0, outlook)
+        tail = Tail(fingerprint is not None, fingerprint or 0.0, next_size)
         name = "batch_norm_backward_reduce"
-        self._run(name, input, *operands, sums, *gradients, announcement, through)
+        self._run(name, input, *operands, sums, *gradients, tail, through)
         assert_margins_untouched(sums, grad_weight, grad_bias)
         return sums, grad_weight, grad_bias
 
@@ -360,8 +360,8 @@ class Device:
         weight: Tensor | None,
         sums: Tensor,
         count: Tensor,
-        tag_sum: float | None = None,
-        verdict: Tensor | None = None,
+        fingerprint_sum: float | None = None,
+        status: Tensor | None = None,
         constants: Tensor | None = None,
         activation: int = 0,
         negative_slope: float = 0.0,
@@ -369,7 +369,7 @@ class Device:
         grad_input = with_margins(input)
         vector = channel_vector(weight)
         tensors = (grad_output, input, mean, invstd, vector, sums, count, grad_input)
-        judge = to_judge(tag_sum, verdict)
+        judge = to_judge(fingerprint_sum, status)
         through = Through(Activation(activation, negative_slope), pointer(constants))
         self._run("batch_norm_backward_apply", input, *tensors, judge, through)
         assert_margins_untouched(grad_input)

@@ -19,22 +19,22 @@ class Fate:
 
 
 CHANNELS_DIFFER = r"ValueError: expected the same channels on all ranks"
-WITHDRAWN = r"RuntimeError: another rank of the process group withdrew from this {pass}"
+ABORTED = r"RuntimeError: another rank of the process group aborted this {pass}"
 PASSES_DIFFER = r"RuntimeError: the ranks run different passes: this rank runs .*rank \d"
 
 goes_on = Fate("", "goes on")
-withdrawn = Fate(
-    rf"{WITHDRAWN}.*rank \d: OutOfMemoryError: CUDA out of memory",
-    "at once: “another rank of the process group withdrew”, with the words of its error",
+aborted = Fate(
+    rf"{ABORTED}.*rank \d: OutOfMemoryError: CUDA out of memory",
+    "at once: “another rank of the process group aborted”, with the words of its error",
 )
 disagreement = Fate(PASSES_DIFFER, "at once: “the ranks run different passes”, and which two")
 other_channels = Fate(
-    f"{CHANNELS_DIFFER}|{WITHDRAWN}",
+    f"{CHANNELS_DIFFER}|{ABORTED}",
     "at once: “expected the same channels on all ranks”, and both numbers",
 )
 # Two layers of other sizes: which of both is found first is the library's choice.
 disagreement_or_channels = Fate(
-    f"{PASSES_DIFFER}|{CHANNELS_DIFFER}|{WITHDRAWN}",
+    f"{PASSES_DIFFER}|{CHANNELS_DIFFER}|{ABORTED}",
     "at once: “the ranks run different passes” or “expected the same channels”",
 )
 communication = Fate(

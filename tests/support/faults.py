@@ -19,6 +19,7 @@ from fault_case import (
     SELDOM,
     Fate,
     Fault,
+    aborted,
     communication,
     disagreement_or_channels,
     goes_on,
@@ -27,7 +28,6 @@ from fault_case import (
     loss_of_connection,
     out_of_memory,
     user_error,
-    withdrawn,
 )
 from trial import hold
 
@@ -148,7 +148,7 @@ FAULTS += [
         "runs out of memory in the layer, before its collective",
         run_out_before,
         out_of_memory,
-        withdrawn,
+        aborted,
         "catch the errors on all ranks, and go on in a new group",
         where=ANYWHERE,
     ),

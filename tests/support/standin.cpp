@@ -3,6 +3,8 @@
 // own: tensors on it are not CPU tensors, and nothing mixes the two but a copy. Told to, it refuses
 // float64 as the devices do that have none.
 
+#include "standin.h"
+
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -18,8 +20,6 @@
 
 #include <atomic>
 
-#include "standin.h"
-
 namespace {
 
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
@@ -27,7 +27,8 @@ constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 std::atomic<bool> has_float64{true};
 
 void check_dtype(c10::ScalarType dtype) {
-  const bool is_double = dtype == c10::ScalarType::Double || dtype == c10::ScalarType::ComplexDouble;
+  const bool is_double =
+      dtype == c10::ScalarType::Double || dtype == c10::ScalarType::ComplexDouble;
   TORCH_CHECK_TYPE(has_float64 || !is_double, "the stand-in device does not support float64");
 }
 
@@ -58,12 +59,11 @@ at::Tensor alias(const at::Tensor& tensor, c10::DeviceType type) {
   void* const data = owner.mutable_data();
   const size_t num_bytes = owner.nbytes();
   auto* const held = new c10::Storage(owner);
-  c10::DataPtr pointer(data, held, [](void* held) { delete static_cast<c10::Storage*>(held); },
-                       device);
+  c10::DataPtr pointer(
+      data, held, [](void* held) { delete static_cast<c10::Storage*>(held); }, device);
   c10::Storage storage(c10::Storage::use_byte_size_t(), num_bytes, std::move(pointer),
                        c10::GetCPUAllocator(), /*resizable=*/true);
-  const auto key =
-      type == kDevice ? c10::DispatchKey::PrivateUse1 : c10::DispatchKey::CPU;
+  const auto key = type == kDevice ? c10::DispatchKey::PrivateUse1 : c10::DispatchKey::CPU;
   at::Tensor result = at::detail::make_tensor<c10::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(key), tensor.dtype());
   auto* const impl = result.unsafeGetTensorImpl();
@@ -192,7 +192,6 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   to_host(to).copy_(to_host(from));
   return to;
 }
-
 
 }  // namespace
 

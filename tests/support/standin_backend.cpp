@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "standin.h"

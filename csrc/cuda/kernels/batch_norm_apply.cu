@@ -15,7 +15,7 @@ namespace {
 
 struct PrepareNormalize {
   const double* totals;
-  Judge judge;
+  Verifier verifier;
   int64_t channels;
   ChannelVector weight;
   ChannelVector bias;
@@ -29,7 +29,7 @@ struct PrepareNormalize {
   struct Operands {
     Sums sums;
     double count;
-    double tag_sum;
+    double fingerprint_sum;
     uint64_t weight;
     uint64_t bias;
     uint64_t running_mean;
@@ -41,7 +41,7 @@ struct PrepareNormalize {
     Operands operands{};
     operands.sums = {totals[channel], totals[channels + channel]};
     operands.count = totals[2 * channels];
-    operands.tag_sum = judge.expectation.present ? totals[2 * channels + 1] : 0;
+    operands.fingerprint_sum = verifier.expectation.present ? totals[2 * channels + 1] : 0;
     operands.weight = load_bits(weight, channel);
     operands.bias = load_bits(bias, channel);
     if (first) {
@@ -55,15 +55,15 @@ struct PrepareNormalize {
   }
 
   struct Derived {
-    Verdict verdict;
+    Status status;
     Moments<double> batch;
     double invstd;
   };
 
   __device__ Derived derive(const Operands& operands) const {
     Derived derived;
-    derived.verdict = judge_sums(operands.count, operands.tag_sum, judge.expectation);
-    const bool sound = derived.verdict == Verdict::kSound;
+    derived.status = verify_sums(operands.count, operands.fingerprint_sum, verifier.expectation);
+    const bool sound = derived.status == Status::kConsistent;
     derived.batch = from_sums(operands.sums, sound ? operands.count : NAN);
     derived.invstd = 1 / sqrt(derived.batch.variance() + eps);
     return derived;
@@ -88,7 +88,7 @@ struct PrepareNormalize {
     }
     if (channel == 0) {
       *count = batch.count;
-      judge.write(derived.verdict);
+      verifier.write(derived.status);
     }
     if (batch.count > 0) {  // neither an empty group nor a pass that is not sound
       move_running(operands, channel, batch);
@@ -133,7 +133,7 @@ struct WithNormalize {
 
 __global__ void count_batch_kernel(const double* totals, int64_t channels, Expectation expectation,
                                    int64_t* num_batches_tracked) {
-  const bool sound = read_verdict(totals, channels, expectation) == Verdict::kSound;
+  const bool sound = read_status(totals, channels, expectation) == Status::kConsistent;
   if (sound && totals[2 * channels] > 0) {
     *num_batches_tracked += 1;
   }
@@ -142,18 +142,18 @@ __global__ void count_batch_kernel(const double* totals, int64_t channels, Expec
 }  // namespace
 
 void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
-                             const double* totals, Judge judge, ChannelVector weight,
+                             const double* totals, Verifier verifier, ChannelVector weight,
                              ChannelVector bias, RunningStatistics running, double eps,
                              void* output, double* mean, double* invstd, double* count,
                              Following following) {
   const int64_t channels = plan.geometry.channels;
   if (running.cumulative) {
     launch(count_batch_kernel, dim3(1), dim3(1), 0, static_cast<cudaStream_t>(stream), totals,
-           channels, judge.expectation, running.num_batches_tracked);
+           channels, verifier.expectation, running.num_batches_tracked);
   }
   const PrepareNormalize prepare{
-      totals, judge, channels,           weight, bias, running, eps, mean,
-      invstd, count, following.constants};
+      totals, verifier, channels,           weight, bias, running, eps, mean,
+      invstd, count,    following.constants};
   if (following.activation.kind == Activation::kNone && following.residual == nullptr) {
     launch_elementwise(plan, stream, {input}, output, prepare, [](auto type, const auto& function) {
       function(Normalize<typename decltype(type)::type>{});

@@ -15,7 +15,7 @@ struct PrepareGradInput {
   const double* invstd;
   ChannelVector weight;
   const double* sums;
-  Judge judge;
+  Verifier verifier;
   const double* count;
   int64_t channels;
   const double* constants;
@@ -27,8 +27,8 @@ struct PrepareGradInput {
     double sum_dy;
     double sum_dy_xhat;
     double count;
-    double withdrawn;  // NaN if a rank has
-    double tag_sum;
+    double aborted;  // NaN if a rank has
+    double fingerprint_sum;
     double forward_shift;
   };
 
@@ -40,9 +40,9 @@ struct PrepareGradInput {
     operands.sum_dy = sums[channel];
     operands.sum_dy_xhat = sums[channels + channel];
     operands.count = *count;
-    if (judge.expectation.present) {
-      operands.withdrawn = sums[2 * channels];
-      operands.tag_sum = sums[2 * channels + 1];
+    if (verifier.expectation.present) {
+      operands.aborted = sums[2 * channels];
+      operands.fingerprint_sum = sums[2 * channels + 1];
     }
     if (kThrough) {
       operands.forward_shift = constants[channels + channel];
@@ -50,16 +50,16 @@ struct PrepareGradInput {
     return operands;
   }
 
-  using Derived = Verdict;
+  using Derived = Status;
 
-  __device__ Verdict derive(const Operands& operands) const {
-    return judge_sums(operands.withdrawn, operands.tag_sum, judge.expectation);
+  __device__ Status derive(const Operands& operands) const {
+    return verify_sums(operands.aborted, operands.fingerprint_sum, verifier.expectation);
   }
 
   template <typename A>
-  __device__ auto formula(const Operands& operands, Verdict verdict) const {
+  __device__ auto formula(const Operands& operands, Status status) const {
     double group_count = operands.count < 1 ? 1 : operands.count;
-    if (verdict != Verdict::kSound) {
+    if (status != Status::kConsistent) {
       group_count = NAN;
     }
     const GradInput<double> grad_input = grad_input_constants(
@@ -74,9 +74,9 @@ struct PrepareGradInput {
   }
 
   template <typename A>
-  __device__ void finish(const Operands&, Verdict verdict, int64_t channel) const {
+  __device__ void finish(const Operands&, Status status, int64_t channel) const {
     if (channel == 0) {
-      judge.write(verdict);
+      verifier.write(status);
     }
   }
 };
@@ -85,28 +85,28 @@ struct PrepareGradInput {
 
 void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void* grad_output,
                                       const void* input, const double* mean, const double* invstd,
-                                      ChannelVector weight, const double* sums, Judge judge,
+                                      ChannelVector weight, const double* sums, Verifier verifier,
                                       const double* count, void* grad_input, Through through) {
   const int64_t channels = plan.geometry.channels;
   if (through.activation.kind == Activation::kNone) {
     launch_elementwise(
         plan, stream, {grad_output, input}, grad_input,
-        PrepareGradInput<false>{mean, invstd, weight, sums, judge, count, channels, nullptr},
+        PrepareGradInput<false>{mean, invstd, weight, sums, verifier, count, channels, nullptr},
         [](auto type, const auto& function) {
           function(GradInput<typename decltype(type)::type>{});
         });
     return;
   }
-  launch_elementwise(
-      plan, stream, {grad_output, input}, grad_input,
-      PrepareGradInput<true>{mean, invstd, weight, sums, judge, count, channels, through.constants},
-      [&](auto type, const auto& function) {
-        using A = typename decltype(type)::type;
-        dispatch_activation<A>(through.activation, plan.dtype, [&](auto activation) {
-          using Through = GradInputThrough<decltype(activation)>;
-          function(typename Through::template Formula<A>{{}, {}, activation});
-        });
-      });
+  launch_elementwise(plan, stream, {grad_output, input}, grad_input,
+                     PrepareGradInput<true>{mean, invstd, weight, sums, verifier, count, channels,
+                                            through.constants},
+                     [&](auto type, const auto& function) {
+                       using A = typename decltype(type)::type;
+                       dispatch_activation<A>(through.activation, plan.dtype, [&](auto activation) {
+                         using Through = GradInputThrough<decltype(activation)>;
+                         function(typename Through::template Formula<A>{{}, {}, activation});
+                       });
+                     });
 }
 
 }  // namespace syncbn::cuda

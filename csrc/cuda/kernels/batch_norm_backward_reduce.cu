@@ -39,7 +39,7 @@ struct GradOutputs {
   const double* invstd;
   const double* constants;  // [2C]: scale and shift of forward, for an activation
   double* sums;
-  Announcement announcement;
+  Tail tail;
   ChannelVector grad_weight;
   ChannelVector grad_bias;
   Workspace workspace;
@@ -56,8 +56,8 @@ __device__ void finish_sums(Memory& memory, int64_t channels, int64_t tile_chann
                          (dz_deviation - (out.mean[channel] - center) * dz) * out.invstd[channel];
                      out.sums[channel] = dz;
                      out.sums[channels + channel] = dz_xhat;
-                     if (channel == 0 && out.announcement.present) {
-                       write_end(out.sums, channels, /*count=*/0, out.announcement);
+                     if (channel == 0 && out.tail.present) {
+                       write_tail(out.sums, channels, /*count=*/0, out.tail);
                      }
                      store_channel(out.grad_weight, channel, dz_xhat);
                      store_channel(out.grad_bias, channel, dz);
@@ -284,11 +284,11 @@ void launch_reduction(const Plan& plan, void* stream, const void* const (&inputs
 
 void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const void* grad_output,
                                        const void* input, const double* mean, const double* invstd,
-                                       double* sums, Announcement announcement,
-                                       ChannelVector grad_weight, ChannelVector grad_bias,
-                                       Workspace workspace, Through through) {
-  const GradOutputs out{mean,         invstd,      through.constants, sums,
-                        announcement, grad_weight, grad_bias,         workspace};
+                                       double* sums, Tail tail, ChannelVector grad_weight,
+                                       ChannelVector grad_bias, Workspace workspace,
+                                       Through through) {
+  const GradOutputs out{mean, invstd,      through.constants, sums,
+                        tail, grad_weight, grad_bias,         workspace};
   if (through.activation.kind == Activation::kNone) {
     launch_reduction(plan, stream, {grad_output, input}, nullptr, out,
                      [](auto type, const auto& function) {

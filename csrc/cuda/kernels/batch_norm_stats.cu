@@ -83,7 +83,7 @@ __device__ void put_sums(Memory& memory, int term, double pivot, A count, A mean
 struct Output {
   double* message;
   double count;
-  Announcement announcement;
+  Tail tail;
   Workspace workspace;
 };
 
@@ -95,7 +95,7 @@ __device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_ch
                      out.message[channel] = sums.first;
                      out.message[channels + channel] = sums.second;
                      if (channel == 0) {
-                       write_end(out.message, channels, out.count, out.announcement);
+                       write_tail(out.message, channels, out.count, out.tail);
                      }
                    });
 }
@@ -284,9 +284,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 }  // namespace
 
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
-                             Announcement announcement, Workspace workspace) {
+                             Tail tail, Workspace workspace) {
   const auto count = static_cast<double>(plan.geometry.per_channel());
-  const Output out{message, count, announcement, workspace};
+  const Output out{message, count, tail, workspace};
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
   dispatch_plan(

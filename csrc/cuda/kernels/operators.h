@@ -33,16 +33,17 @@ struct Workspace {
   unsigned* counters;  // plan.num_counters() zeros, which it leaves as zeros
 };
 
-// What sums over all ranks are judged by, and where a verdict that is not sound is written, if
+// What sums over all ranks are judged by, and where a status that is not sound is written, if
 // anywhere.
-struct Judge {
+struct Verifier {
   Expectation expectation;
-  double* verdict = nullptr;
+  double* status = nullptr;
 
-  // The first verdict stays until the host has read it.
-  SYNCBN_HOST_DEVICE void write(Verdict found) const {
-    if (found != Verdict::kSound && verdict != nullptr && *verdict == 0) {
-      *verdict = found == Verdict::kWithdrawn ? -expectation.tag_sum : expectation.tag_sum;
+  // The first status stays until the host has read it.
+  SYNCBN_HOST_DEVICE void write(Status found) const {
+    if (found != Status::kConsistent && status != nullptr && *status == 0) {
+      *status =
+          found == Status::kAborted ? -expectation.fingerprint_sum : expectation.fingerprint_sum;
     }
   }
 };
@@ -66,24 +67,24 @@ struct Through {
 };
 
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
-                             Announcement announcement, Workspace workspace);
+                             Tail tail, Workspace workspace);
 
 // One launch, and one more before it for a cumulative average.
 void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
-                             const double* totals, Judge judge, ChannelVector weight,
+                             const double* totals, Verifier verifier, ChannelVector weight,
                              ChannelVector bias, RunningStatistics running, double eps,
                              void* output, double* mean, double* invstd, double* count,
                              Following following = {});
 
 void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const void* grad_output,
                                        const void* input, const double* mean, const double* invstd,
-                                       double* sums, Announcement announcement,
-                                       ChannelVector grad_weight, ChannelVector grad_bias,
-                                       Workspace workspace, Through through = {});
+                                       double* sums, Tail tail, ChannelVector grad_weight,
+                                       ChannelVector grad_bias, Workspace workspace,
+                                       Through through = {});
 
 void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void* grad_output,
                                       const void* input, const double* mean, const double* invstd,
-                                      ChannelVector weight, const double* sums, Judge judge,
+                                      ChannelVector weight, const double* sums, Verifier verifier,
                                       const double* count, void* grad_input, Through through = {});
 
 }  // namespace syncbn::cuda

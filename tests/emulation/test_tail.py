@@ -1,4 +1,4 @@
-"""Announcements and verdicts of the CUDA kernels."""
+"""Tails and statuses of the CUDA kernels."""
 
 import pytest
 import torch
@@ -7,12 +7,12 @@ from emulated import Device, on_all_devices
 
 from syncbn.distributed import sync
 
-TAG, OUTLOOK = 77.0, 12.0
+FINGERPRINT, NEXT_SIZE = 77.0, 12.0
 SHAPES = [(5, 3), (40, 300), (2, 3, 101, 103), (0, 3)]  # whole and split over blocks
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_announcement_stands_behind_the_same_sums(library, shape):
+def test_tail_stands_behind_the_same_sums(library, shape):
     x = make_input(shape, "contiguous", torch.float32)
     dy = make_input(shape, "contiguous", torch.float32, seed=1)
     channels = shape[1]
@@ -20,71 +20,79 @@ def test_announcement_stands_behind_the_same_sums(library, shape):
 
     def run(device):
         plain = device.batch_norm_stats(x)
-        announced = device.batch_norm_stats(x, TAG, OUTLOOK)
+        announced = device.batch_norm_stats(x, FINGERPRINT, NEXT_SIZE)
         assert torch.equal(announced[: 2 * channels + 1], plain)
         plain_sums, *_ = device.batch_norm_backward_reduce(dy, x, mean, var)
-        sums, *_ = device.batch_norm_backward_reduce(dy, x, mean, var, tag=TAG, outlook=OUTLOOK)
+        sums, *_ = device.batch_norm_backward_reduce(
+            dy, x, mean, var, fingerprint=FINGERPRINT, next_size=NEXT_SIZE
+        )
         assert torch.equal(sums[: 2 * channels], plain_sums)
         return announced, sums
 
     for _, (announced, sums) in on_all_devices(library, run, x):
-        end = [TAG, OUTLOOK, OUTLOOK**2]
+        end = [FINGERPRINT, NEXT_SIZE, NEXT_SIZE**2]
         assert announced[2 * channels + 1 :].tolist() == end
         assert sums[2 * channels :].tolist() == [0.0, *end]
 
 
-def judged(device, what, momentum, verdict):
+def judged(device, what, momentum, status):
     """The results of both operators for sums of two ranks, and the running statistics."""
     x = make_input((40, 3, 5), "contiguous", torch.float32)
     mean, var = reference_moments(x)
     sums = torch.cat([400 * mean, 400 * (var + mean.square())])
-    count = float("nan") if what == "withdrawn" else 400.0
-    tags = 2 * TAG + (what == "different")
-    totals = torch.cat([sums, torch.tensor([count, tags, 24, 288]).double()])
+    count = float("nan") if what == "aborted" else 400.0
+    fingerprints = 2 * FINGERPRINT + (what == "different")
+    totals = torch.cat([sums, torch.tensor([count, fingerprints, 24, 288]).double()])
     running = torch.zeros(3), torch.ones(3), torch.tensor([4])
     output, *_ = device.batch_norm_apply(
-        x, totals, None, None, *running, momentum, 1e-5, 2 * TAG, verdict
+        x, totals, None, None, *running, momentum, 1e-5, 2 * FINGERPRINT, status
     )
     totals[6] = 0 * count
     ones = torch.ones(3).double()
     grad = device.batch_norm_backward_apply(
-        x, x, mean, ones, None, totals, ones[:1], 2 * TAG, verdict
+        x, x, mean, ones, None, totals, ones[:1], 2 * FINGERPRINT, status
     )
     return output, grad, running
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-@pytest.mark.parametrize("what", ["sound", "withdrawn", "different"])
+@pytest.mark.parametrize("what", ["sound", "aborted", "different"])
 def test_pass_that_is_not_sound_gives_nan_and_changes_nothing(library, what, momentum):
     device = Device(library, 8, "shuffled")
-    verdict = torch.zeros(1).double()
-    output, grad, (mean, _, tracked) = judged(device, what, momentum, verdict)
+    status = torch.zeros(1).double()
+    output, grad, (mean, _, tracked) = judged(device, what, momentum, status)
     assert output.isnan().all() == grad.isnan().all() == (what != "sound")
     assert bool(mean.any()) == (what == "sound")
     assert tracked.item() == (5 if what == "sound" else 4)
-    assert verdict.item() == {"sound": 0, "withdrawn": -2 * TAG, "different": 2 * TAG}[what]
+    assert (
+        status.item()
+        == {"sound": 0, "aborted": -2 * FINGERPRINT, "different": 2 * FINGERPRINT}[what]
+    )
 
 
-def test_first_verdict_stays(library):
-    verdict = torch.tensor([-5.0]).double()
-    judged(Device(library, 8, "forward"), "different", 0.1, verdict)
-    assert verdict.item() == -5
+def test_first_status_stays(library):
+    status = torch.tensor([-5.0]).double()
+    judged(Device(library, 8, "forward"), "different", 0.1, status)
+    assert status.item() == -5
 
 
-def test_no_verdict_is_asked_for(library):
+def test_no_status_is_asked_for(library):
     output, *_ = judged(Device(library, 8, "forward"), "different", 0.1, None)
     assert output.isnan().all()
 
 
 @pytest.mark.parametrize("count", [400.0, 0.0])  # of a forward and of a backward pass
-@pytest.mark.parametrize("what", ["sound", "withdrawn", "different"])
+@pytest.mark.parametrize("what", ["sound", "aborted", "different"])
 def test_sums_of_compiled_layers(library, monkeypatch, what, count):
     device = Device(library, 8, "shuffled")
     monkeypatch.setattr(sync.ops, "batch_norm_apply", device.batch_norm_apply)
-    count = float("nan") if what == "withdrawn" else count
-    tags = 2 * TAG + (what == "different")
-    totals = torch.tensor([1.0, 2.0, 3.0, 4.0, count, tags, 16.0, 128.0]).double()
-    verdict = torch.zeros(1).double()
-    sums = sync.judge_late(totals, 2 * TAG, verdict)
+    count = float("nan") if what == "aborted" else count
+    fingerprints = 2 * FINGERPRINT + (what == "different")
+    totals = torch.tensor([1.0, 2.0, 3.0, 4.0, count, fingerprints, 16.0, 128.0]).double()
+    status = torch.zeros(1).double()
+    sums = sync.judge_late(totals, 2 * FINGERPRINT, status)
     assert torch.equal(sums, totals[:5]) if what == "sound" else sums.isnan().all()
-    assert verdict.item() == {"sound": 0, "withdrawn": -2 * TAG, "different": 2 * TAG}[what]
+    assert (
+        status.item()
+        == {"sound": 0, "aborted": -2 * FINGERPRINT, "different": 2 * FINGERPRINT}[what]
+    )
