@@ -1,84 +1,166 @@
-"""The passes of a layer in training, once the ranks have summed their statistics.
+"""A training pass. Forward: statistics, their sum over the ranks, apply. Backward: the same.
 
-They serve :mod:`syncbn.functional`, for a program, and :mod:`syncbn.graph.export`, for a graph that
-a tracer recorded. A graph of torch.compile is in :mod:`syncbn.graph.inductor`.
+``totals`` and ``sums`` are vectors of all ranks, ``step`` is the pass that makes them: see
+:mod:`syncbn.distributed.sync`. Graphs of torch.compile are in :mod:`syncbn.graph.inductor`.
 """
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from syncbn import _compat, ops
-from syncbn.distributed import errors, sync
-from syncbn.distributed.collectives import ProcessGroup
-from syncbn.distributed.layer_id import Identity
-from syncbn.distributed.protocol import Record
+from syncbn.distributed import sync
+from syncbn.distributed.collectives import GroupReference
+from syncbn.distributed.sync import Pass
 from syncbn.ops import checks, epilogue, masks, reference, tensors
 from syncbn.ops.arguments import Arguments
 from syncbn.ops.batch_norm import Fused
 from syncbn.ops.epilogue import NUMBERS, Through
 
-__all__ = ["backward", "enter_alone", "normalize"]
+__all__ = ["Saved", "SyncBatchNormFunction", "backward", "normalize", "train"]
 
 
-def enter_alone(input: Tensor, arguments: Arguments, layer: Identity) -> Tensor:
-    """Return the input, dense, of a pass without other ranks; the operator checks the rest.
+def train(
+    input: Tensor,
+    arguments: Arguments,
+    step: Pass,
+    observe: Callable[[Tensor], None] | None = None,
+) -> Tensor:
+    """Normalize by the statistics of the group, or of this process, and update the running ones.
 
-    Raises:
-        TypeError, ValueError, NotImplementedError: As :func:`syncbn.ops.checks.check_training`.
+    ``observe`` is called with the sums over all ranks, float64 on the CPU.
     """
-    try:
-        checks.check_before_operator(input, arguments)
-        return tensors.as_dense(input)
-    except Exception as error:
-        error = _in_words(error, input, arguments)
-        raise errors.with_layer_and_rank(error, layer, None) from None
+    is_joined = step.group is None and observe is None  # one operator makes the whole pass
+    totals: Tensor | None = None
+    with step:
+        checks.check_training(input, arguments, single_process=step.group is None)
+        if arguments.mask is not None:
+            arguments = arguments._replace(mask=masks.as_places(arguments.mask, input))
+        # Not in the Function: autograd, which sees the dense input, can differentiate again.
+        input = tensors.as_dense(input)
+        if not is_joined:
+            totals = ops.batch_norm_stats(input, *step.tail, mask=arguments.mask)
+    if totals is not None:
+        totals = step.all_reduce(totals)
+        if observe is not None:
+            observe(step.verify_on_host(totals))
+    weight, bias, *_ = arguments
+    residual = arguments.residual
+    if residual is not None:
+        residual = tensors.as_dense(residual, like=input)
+    output: Tensor = _compat.apply_function(
+        SyncBatchNormFunction, input, weight, bias, residual, totals, arguments, step
+    )
+    return output
+
+
+class SyncBatchNormFunction(torch.autograd.Function):
+    """Batch normalization of a dense input by sums over a group, or by its own statistics.
+
+    Weight, bias and residual are given beside ``arguments``, in which autograd does not look for
+    them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        totals: Tensor | None,
+        arguments: Arguments,
+        step: Pass,
+    ) -> Tensor:
+        """Return the normalized input, with the residual added and the activation applied."""
+        activation, constants = arguments.activation, None
+        if activation is not None:
+            constants = input.new_empty(2 * input.size(1), dtype=torch.float64)
+        if residual is not arguments.residual:
+            arguments = arguments._replace(residual=residual)
+        output, mean, invstd, count = normalize(input, totals, arguments, step, constants)
+        # Never the running statistics or, but for SiLU's higher derivatives, the bias: they may
+        # change before backward (a network that runs twice, an optimizer step), and nothing here
+        # needs their old values.
+        saved = (input, weight, mean, invstd, count, arguments.mask)
+        if activation is None:
+            ctx.save_for_backward(*saved)
+        elif activation == "silu":
+            ctx.save_for_backward(*saved, constants, residual, None, bias)
+        elif residual is None:
+            ctx.save_for_backward(*saved, constants, None, None, None)
+        else:
+            ctx.save_for_backward(*saved, None, None, output, None)
+        ctx.activation, ctx.negative_slope = activation, arguments.negative_slope
+        ctx.eps, ctx.bias_dtype = float(arguments.eps), None if bias is None else bias.dtype
+        ctx.layer = step.layer
+        ctx.group = None if step.group is None else GroupReference(step.group)
+        return output
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        """Refuse forward-mode differentiation."""
+        raise NotImplementedError(
+            "SyncBatchNorm in training mode has no forward-mode derivative; torch.autograd.grad "
+            "differentiates it to any order, and evaluation mode has one"
+        )
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of input, weight, bias and residual."""
+        # Read once: a checkpoint recomputes them at each access.
+        input, weight, mean, invstd, count, mask, *source = ctx.saved_tensors
+        through = Through(ctx.activation, ctx.negative_slope, *source) if source else None
+        saved = Saved(input, weight, mean, invstd, count, mask, ctx.eps, ctx.bias_dtype, through)
+        step = Pass(sync.group_held(ctx.group, ctx.layer), ctx.layer, "backward", input)
+        needs_grad_input, *_, needs_grad_residual = ctx.needs_input_grad[:4]
+        with _compat.without_torch_function():  # of subclasses, as in forward
+            *gradients, grad_residual = backward(grad_output, saved, step, needs_grad_input)
+            if mask is not None and through is None and needs_grad_residual:
+                grad_residual = masks.clear(grad_output, mask)
+        return *gradients, grad_residual if needs_grad_residual else None, None, None, None
 
 
 def normalize(
     input: Tensor,
     totals: Tensor | None,
     arguments: Arguments,
-    group: ProcessGroup | None,
-    layer: Identity,
-    record: Record | None,
+    step: Pass,
     constants: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return output, mean, invstd and count of a dense input: :func:`syncbn.ops.batch_norm_apply`.
 
-    ``totals`` are the sums over the group, or None for the statistics of this process, whose
-    vectors are not checked yet. The residual of ``arguments``, if there is one, is dense as the
-    input is, and the mask is that of :func:`syncbn.ops.masks.as_places`. A recomputation leaves the
-    running statistics alone.
+    Totals of None are the statistics of the input, whose vectors are not checked yet. The residual
+    of ``arguments`` is dense as the input is, the mask is one of
+    :func:`syncbn.ops.masks.as_places`. A recomputation leaves the running statistics alone.
 
     Raises:
         TypeError, ValueError: As :func:`syncbn.ops.checks.check_training`; one value per channel in
             the whole batch, which is not noticed on CUDA.
-        RuntimeError: Another rank has aborted or makes another pass; the error names the layer
-            and the rank.
+        RuntimeError: Another rank has aborted or makes another pass.
     """
     if _compat.is_recomputation():
         arguments = arguments.without_running()
+    operands, mask = arguments.for_operators(), arguments.mask
     following: tuple[Fused, ...] = ()
     if arguments.is_fused:
         slope = float(arguments.negative_slope)
         following = (arguments.residual, NUMBERS[arguments.activation], slope, constants)
-    operands, mask = (*arguments.for_operators(),), arguments.mask
     try:
         if totals is None:
-            if mask is not None and not (mask.is_cuda or mask.is_meta) and mask.sum() == 1:
-                raise ValueError(ops.ONE_VALUE)
             results = ops.batch_norm_forward(input, *operands, *following, mask=mask)
         else:
-            judge = sync.judge_for(totals, group, record)
-            results = ops.batch_norm_apply(input, totals, *operands, *judge, *following, mask=mask)
+            expectation = step.expectation(totals)
+            results = ops.batch_norm_apply(
+                input, totals, *operands, *expectation, *following, mask=mask
+            )
     except (RuntimeError, ValueError) as error:
         # Under no other name: a frame that holds an error of its own keeps its callers alive, and
         # with them a checkpoint that failed, until a collection of garbage.
-        raise errors.of_pass(
-            error if totals is not None else _in_words(error, input, arguments),
-            layer,
-            group,
-            record,
+        raise step.error(
+            error if step.group is not None else checks.explain(error, input, arguments)
         ) from None
     written = [tensor for tensor in arguments[2:5] if tensor is not None]
     if written:  # autograd tells the backward pass of an evaluation that they have changed
@@ -86,90 +168,79 @@ def normalize(
     return results
 
 
-def _in_words(error: Exception, input: Tensor, arguments: Arguments) -> Exception:
-    """Return what the checks say of what has been refused, or its own error."""
-    try:
-        checks.check_training(input, arguments, alone=True)
-    except (TypeError, ValueError, NotImplementedError) as found:
-        return found
-    return error
+class Saved(NamedTuple):
+    """The values of a forward pass that its backward pass takes."""
+
+    input: Tensor  # dense
+    weight: Tensor | None
+    mean: Tensor
+    invstd: Tensor
+    num_values: Tensor  # per channel, of all ranks
+    mask: Tensor | None
+    eps: float
+    bias_dtype: torch.dtype | None
+    through: Through | None = None
+
+    @property
+    def gradient_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of weight's and bias's gradients."""
+        weight_dtype = torch.float64 if self.weight is None else self.weight.dtype
+        return weight_dtype, self.bias_dtype or torch.float64
 
 
-def backward(
-    grad_output: Tensor,
-    saved: tuple[Tensor, ...],
-    bias_dtype: torch.dtype | None,
-    eps: float,
-    group: ProcessGroup | None,
-    layer: Identity,
-    needs_grad_input: bool,
-    through: Through | None = None,
-    mask: Tensor | None = None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of input, weight and bias, None for what is None or not needed.
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
-    And, last, that of a residual, which without an activation is ``grad_output`` at masked places
-    too. ``saved`` is what forward had or returned: input, weight, mean, invstd, count. Joins its
-    collective whether or not the input needs a gradient: that may differ between ranks, and a rank
-    that stayed away would hang the others.
+
+def backward(grad_output: Tensor, saved: Saved, step: Pass, needs_grad_input: bool) -> Gradients:
+    """Return the gradients of input, weight, bias and residual; None if they are not needed.
+
+    The last is, without an activation, ``grad_output`` at masked places too. Makes its collective
+    whether or not the input needs a gradient: that may differ between ranks, and the others would
+    wait for a rank that stayed away.
     """
-    input, weight, mean, invstd, count = saved
-    weight_dtype = torch.float64 if weight is None else weight.dtype
-    grad_input: Tensor | None = None
     # Inside a backward pass, gradients are recorded exactly under create_graph=True.
     if torch.is_grad_enabled():
-        if mask is not None:
-            grad_output = masks.clear(grad_output, mask)
-        if through is not None:
-            z = _argument(saved, through, eps, group, layer, mask)
-            dy = grad_output.to(tensors.widest(input.device))
-            grad_output = epilogue.gradient(dy, z, *through[:2])
-        grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
-            grad_output, input, weight, eps, sync.sum_of(group, layer), mask
-        )
-        grad_weight = grad_weight if weight is None else tensors.cast(grad_weight, weight.dtype)
-        grad_bias = grad_bias if bias_dtype is None else tensors.cast(grad_bias, bias_dtype)
-        grad_output = tensors.cast(grad_output, input.dtype)
-    elif group is None and needs_grad_input and not (through and through.is_stored(input)):
-        source = () if through is None else through.for_operators()
-        dtypes = (weight_dtype, bias_dtype or torch.float64)
-        try:
+        return _differentiable_backward(grad_output, saved, step)
+    input, weight, mean, invstd, count, mask, _, bias_dtype, through = saved
+    stores_dz = through is not None and through.is_stored(input)
+    source = () if through is None else through.for_operators()
+    grad_input: Tensor | None = None
+    if step.group is None and needs_grad_input and not stores_dz:
+        with step:
             input = tensors.as_dense(input)
             grad_output = tensors.as_dense(grad_output, like=input)
             grad_input, grad_weight, grad_bias = ops.batch_norm_backward(
-                grad_output, input, mean, invstd, weight, count, *dtypes, *source, mask=mask
+                *(grad_output, input, mean, invstd, weight, count),
+                *saved.gradient_dtypes,
+                *source,
+                mask=mask,
             )
-        except RuntimeError as error:
-            raise errors.with_layer_and_rank(error, layer, None) from None
     else:
-        grad_output, sums, grad_weight, grad_bias, record = sync.start_backward(
-            grad_output,
-            input,
-            mean,
-            invstd,
-            weight_dtype,
-            bias_dtype or torch.float64,
-            group,
-            layer,
-            through,
-            mask,
-        )
-        sums = sync.sum_over_ranks(sums, group, record)
+        with step:
+            input = tensors.as_dense(input)
+            grad_output = tensors.as_dense(grad_output, like=input)
+            operands = (grad_output, input, mean, invstd, *saved.gradient_dtypes, *step.tail)
+            if through is None or not stores_dz:
+                sums, *gradients = ops.batch_norm_backward_reduce(*operands, *source, mask=mask)
+            else:
+                sums, *gradients, grad_output = ops.batch_norm_backward_reduce_dz(
+                    *operands, *source, through.residual, through.output, mask=mask
+                )
+                source = ()  # dz is the product with the activation's derivative
+        grad_weight, grad_bias = gradients
+        sums = step.all_reduce(sums)
         if needs_grad_input:
-            judge = sync.judge_for(sums, group, record)
-            has_gone = through is None or through.is_stored(input)  # through it already
-            source = () if through is None or has_gone else through.for_operators()
             try:
                 grad_input = ops.batch_norm_backward_apply(
                     *(grad_output, input, mean, invstd, weight, sums, count),
-                    *judge,
+                    *step.expectation(sums),
                     *source,
                     mask=mask,
                 )
             except RuntimeError as error:
-                raise errors.of_pass(error, layer, group, record) from None
+                raise step.error(error) from None
         else:
-            sync.judge(sums, group, record)
+            step.verify(sums)
     return (
         grad_input,
         None if weight is None else grad_weight,
@@ -178,26 +249,39 @@ def backward(
     )
 
 
-def _argument(
-    saved: tuple[Tensor, ...],
-    through: Through,
-    eps: float,
-    group: ProcessGroup | None,
-    layer: Identity,
-    mask: Tensor | None,
-) -> Tensor:
-    """Return what the activation was applied to or, with its sign, the output.
+def _differentiable_backward(grad_output: Tensor, saved: Saved, step: Pass) -> Gradients:
+    """Do as :func:`backward` in expressions that autograd records; three all-reduces or more."""
+    input, weight, _, _, _, mask, eps, bias_dtype, through = saved
+    total = sync.sum_of(step.group, step.layer)
+    if mask is not None:
+        grad_output = masks.clear(grad_output, mask)
+    if through is not None:
+        z = _activation_input(saved, through, total)
+        grad_output = epilogue.gradient(grad_output.double(), z, *through[:2])
+    grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
+        grad_output, input, weight, eps, total, mask
+    )
+    return (
+        grad_input,
+        None if weight is None else tensors.cast(grad_weight, weight.dtype),
+        None if bias_dtype is None else tensors.cast(grad_bias, bias_dtype),
+        tensors.cast(grad_output, input.dtype),
+    )
+
+
+def _activation_input(saved: Saved, through: Through, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the input of the activation or, with its sign, the output.
 
     With a gradient only for SiLU: the derivatives of the others are constant wherever they exist.
     """
-    input, weight, mean, _, _ = saved
     if through.activation == "silu":
-        z = reference.batch_norm(input, weight, through.bias, eps, sync.sum_of(group, layer), mask)
+        input, weight, mask, eps = saved.input, saved.weight, saved.mask, saved.eps
+        z = reference.batch_norm(input, weight, through.bias, eps, total, mask)
         if through.residual is None:
             return z
         residual = through.residual if mask is None else masks.clear(through.residual, mask)
         return z + residual.to(z.dtype)
     if through.constants is not None:
-        return reference.normalize_again(input.detach(), mean, through.constants)
+        return reference.normalize_again(saved.input.detach(), saved.mean, through.constants)
     assert through.output is not None
     return through.output

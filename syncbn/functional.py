@@ -1,22 +1,19 @@
-"""sync_batch_norm(), and the autograd Function of the two passes."""
+"""sync_batch_norm(), and the choice among evaluation, training, and training in a graph."""
 
-import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.fx
 from torch import Tensor
 
 from syncbn import _autograd, _compat
-from syncbn.distributed import collectives, errors, protocol, sync
-from syncbn.distributed.collectives import DeviceMesh, GroupReference, ProcessGroup
-from syncbn.distributed.layer_id import ANONYMOUS, Identity, Layer, identity_of
-from syncbn.distributed.protocol import Record
+from syncbn.distributed import collectives, errors, protocol
+from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
+from syncbn.distributed.layer_id import ANONYMOUS, Layer, identity_of
+from syncbn.distributed.sync import Pass
 from syncbn.graph import export, inductor
 from syncbn.ops import aten, checks, epilogue, masks, reference, tensors
 from syncbn.ops.arguments import Arguments
-from syncbn.ops.epilogue import Through
 
 __all__ = ["sync_batch_norm"]
 
@@ -185,10 +182,6 @@ def train(
     # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
     # this one calls, and they would find a compiler.
     if torch.compiler.is_compiling() and not _compat.is_exporting():
-        if isinstance(input, Tensor) and not tensors.has_float64(input.device):
-            return _train_uncompiled(  # type: ignore[no-any-return]
-                input, arguments, process_group, layer, observe
-            )
         return inductor.train(input, arguments, group, layer)
     if _compat.is_recorded():
         return export.train(input, arguments, group, identity_of(layer))
@@ -200,135 +193,15 @@ def train(
             train, operands, input, arguments, process_group, layer, observe
         )
     identity = identity_of(layer)
-    if group is not None and process_group is not None:
+    if group is None:
+        return _autograd.train(input, arguments, Pass(None, identity, "forward"), observe)
+    if process_group is not None:
         try:
             protocol.check_not_destroyed(group)
         except ValueError as error:
             raise errors.with_layer_and_rank(error, identity, group) from None
-    totals: Tensor | None = None
-    record: Record | None = None
-    mask = arguments.mask
-    if mask is not None:
-        mask = sync.check(input, arguments, group, identity)
-        arguments = arguments._replace(mask=mask)
-    if group is None and observe is None:
-        dense = _autograd.enter_alone(input, arguments, identity)
-    else:
-        dense, totals, record = sync.sum_statistics(input, group, identity, arguments, mask)
-        if observe is not None:
-            observe(sync.judge_now(totals, group, record))
-    weight, bias, *_ = arguments
-    residual = arguments.residual
-    if residual is not None:
-        residual = tensors.as_dense(residual, like=dense)
-    applied: Tensor = _compat.apply_function(
-        SyncBatchNormFunction,
-        dense,
-        weight,
-        bias,
-        residual,
-        totals,
-        arguments,
-        group,
-        identity,
-        record,
-    )
-    return applied
+    step = Pass(group, identity, _compat.forward_direction(), input, arguments)
+    return _autograd.train(input, arguments, step, observe)
 
-
-def _train(input: Tensor, *others: Any) -> Tensor:
-    warnings.warn(f"a SyncBatchNorm layer runs uncompiled: {_NO_FLOAT64}", stacklevel=2)
-    return train(input, *others)
-
-
-_NO_FLOAT64 = "its device has no float64, in which a graph would hold its statistics"
-_train_uncompiled = _compat.uncompiled(_train, _NO_FLOAT64)
 
 torch.fx.wrap("train")  # symbolic tracing records the call
-
-
-class SyncBatchNormFunction(torch.autograd.Function):
-    """Batch normalization of a dense input by the statistics of a group, or of this process.
-
-    Those of a group have been summed when they come here: autograd, which sees the dense input, can
-    differentiate the gradient again. The backward pass makes one collective.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        totals: Tensor | None,
-        arguments: Arguments,
-        group: ProcessGroup | None,
-        layer: Identity,
-        record: Record | None,
-    ) -> Tensor:
-        """Return the normalized input, and apply what follows.
-
-        Weight, bias and residual are given beside ``arguments``, in which autograd does not look
-        for them.
-        """
-        activation = ctx.activation = arguments.activation
-        constants = None
-        if activation is not None:
-            place = input.device if input.is_cpu else tensors.of_statistics(input.device)
-            constants = input.new_empty(2 * input.size(1), dtype=torch.float64, device=place)
-        if residual is not arguments.residual:
-            arguments = arguments._replace(residual=residual)
-        output, mean, invstd, count = _autograd.normalize(
-            input, totals, arguments, group, layer, record, constants
-        )
-        # Never the running statistics or, but for SiLU's higher derivatives, the bias: they may
-        # change before backward (a network that runs twice, an optimizer step), and nothing here
-        # needs their old values.
-        saved = (input, weight, mean, invstd, count, arguments.mask)
-        if activation is None:
-            ctx.save_for_backward(*saved)
-        elif activation == "silu":
-            ctx.save_for_backward(*saved, constants, residual, None, bias)
-        elif residual is None:
-            ctx.save_for_backward(*saved, constants, None, None, None)
-        else:
-            ctx.save_for_backward(*saved, None, None, output, None)
-        ctx.negative_slope = arguments.negative_slope
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.group = None if group is None else GroupReference(group)
-        ctx.eps, ctx.layer = float(arguments.eps), layer
-        return output
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> None:
-        """Refuse forward-mode differentiation."""
-        raise NotImplementedError(
-            "SyncBatchNorm in training mode has no forward-mode derivative; torch.autograd.grad "
-            "differentiates it to any order, and evaluation mode has one"
-        )
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of input, weight, bias and residual."""
-        saved = ctx.saved_tensors
-        mask, through = saved[5], None
-        if ctx.activation is not None:
-            through = Through(ctx.activation, ctx.negative_slope, *saved[6:])
-        with _compat.without_torch_function():  # of subclasses, as in forward
-            gradients = _autograd.backward(
-                grad_output,
-                saved[:5],
-                ctx.bias_dtype,
-                ctx.eps,
-                sync.group_held(ctx.group, ctx.layer),
-                ctx.layer,
-                ctx.needs_input_grad[0],
-                through,
-                mask,
-            )
-        if not ctx.needs_input_grad[3]:
-            gradients = (*gradients[:3], None)
-        elif mask is not None and through is None:
-            gradients = (*gradients[:3], masks.clear(grad_output, mask))
-        return *gradients, None, None, None, None, None

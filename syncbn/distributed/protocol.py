@@ -1,67 +1,58 @@
-"""Agreement of a group's ranks on the passes that they make, before and in their one collective.
+"""How the ranks of a group make sure that they make the same pass, with one collective.
 
 Ranks whose messages differ in size crash inside a collective (gloo) or hang (NCCL), and ranks that
-make different passes of one size would add up what does not belong together. So:
+make different passes of one size would add up unrelated sums. So:
 
-- Each message ends with a fingerprint, a number for the pass: direction and layer. Where the sum of
-  fingerprints is not the fingerprint times the number of ranks, ranks make different passes. All
-  ranks see it at once.
+- Each message ends with a fingerprint, a number for the pass: direction and layer. If the sum of
+  the fingerprints is not the fingerprint times the number of ranks, ranks make different passes.
+  All ranks see it at once.
 - Each message also ends with a next size, the size of the message that its rank expects to send
-  next: that which has followed this pass, if it was always the same. Where next sizes agree, a rank
-  knows what the others are about to send. If it is to send another size itself, it says so in the
-  group's store: all ranks may be about to turn that way together. If not all have said so within a
-  second, it takes part in a collective of the expected size, with a fingerprint of its own. Then
-  all ranks fail with words, or, if the others only were late, all go on.
-- Where nothing is expected, as in the first step, the first rank to come writes its size to the
+  next: the size that has followed this pass, if it was always the same. If all next sizes agree, a
+  rank knows the size that the others are about to send. A rank that is to send another size writes
+  so to the group's store: all ranks may be about to switch to it together. If not all ranks have
+  written so within a second, it takes part in a collective of the expected size, with a fingerprint
+  of its own. Then all ranks raise an error or, if the others only were late, all go on.
+- If nothing is expected, as in the first step, the first rank to come writes its size to the
   group's store, and the others compare. That waits for no rank.
 
-What follows a pass is remembered. So there is one collective each way, and nothing is sent to the
-store, as soon as a program repeats itself. Not covered is a pass that has been followed by several
-sizes: ranks that part there meet with different sizes.
-
-Over NCCL the host does not wait for the sums, and each rank hears of a failure some passes later,
-where its own host happens to be. So each then says in the store how far it has come, and those that
-are behind send aborts until all have sent as many messages: aborts.settle.
+The size that follows a pass is remembered. So there is one collective each way, and nothing is sent
+to the store, as soon as a program repeats itself. Not covered is a pass that has been followed by
+several sizes: ranks that diverge there meet with different sizes.
 """
 
-import contextlib
 from collections import deque
-from datetime import timedelta
-from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor
 
 from syncbn import _compat, ops
 from syncbn.distributed import collectives
-from syncbn.distributed.collectives import ProcessGroup, Store
+from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import ANONYMOUS, Identity, identity_numbered
+from syncbn.distributed.store import GroupStore, PassReport
 
 __all__ = [
     "STEP",
-    "History",
-    "Record",
-    "Report",
-    "Status",
-    "another_pass",
+    "DeviceStatus",
+    "GroupState",
+    "PassRecord",
     "channels_of",
+    "check_consistent",
     "check_not_destroyed",
-    "check_sound",
     "describe",
-    "history_of",
-    "read_abort",
+    "group_state",
+    "same_channels",
     "size_of",
-    "write_abort",
 ]
 
 
 # Their positions are part of the fingerprints.
 STEP = "step of recompute_statistics"  # between its batches: no pass of a layer
 _DIRECTIONS = ("forward", "recomputation", "backward", "double backward", STEP)
-_OF_CHANNELS = _DIRECTIONS[:3]  # whose messages have sums of channels alone
+_OF_CHANNELS = _DIRECTIONS[:3]  # whose messages are sums of channels
 
-# The next size where several sizes have followed: neither 0 nor a size: no rank expects it.
+# The next size after which several sizes have followed: neither 0 nor the size of a message.
 _SEVERAL = 1
 
 # Store keys and records of programs that make new layers all the time stay bounded, and so do the
@@ -71,51 +62,38 @@ _MAX_RANKS = 1024
 _MAX_RECORDS = 10_000
 # Messages whose sizes are kept; a device queues no more than some thousand launches of its host.
 _MAX_AHEAD = 4096
-
-# For ranks that turn together: in a training they arrive within less.
-_PATIENCE = timedelta(seconds=1)
+_MAX_CHARACTERS = 1000  # of an error, in the store
 
 
-class Report(NamedTuple):
-    """What a rank does, as it tells others: the size and fingerprint of its message, and words.
+class PassRecord:
+    """One direction of one layer in a group: its fingerprint, and the sizes that have followed."""
 
-    The fingerprint of a rank that has aborted is 0, and the words are those of its error; the size
-    is 0 if it does not know which size others send.
-    """
+    __slots__ = ("direction", "fingerprint", "layer", "next_size", "sizes", "state")
 
-    size: int
-    fingerprint: int
-    rank: int
-    words: str
-
-    @classmethod
-    def parse(cls, text: bytes) -> "Report":
-        """Return what :meth:`encode` was made of."""
-        size, fingerprint, rank, words = text.decode().split(" ", 3)
-        return cls(int(size), int(fingerprint), int(rank), words)
-
-    def encode(self) -> str:
-        """Return it as text, for the store."""
-        return " ".join(map(str, self))
-
-
-class Record:
-    """One direction of one layer: its fingerprint, and the sizes that have followed it."""
-
-    __slots__ = ("direction", "fingerprint", "history", "layer", "next_size", "sizes")
-
-    def __init__(self, history: "History", layer: Identity, direction: str) -> None:
-        self.history, self.layer, self.direction = history, layer, direction
+    def __init__(self, state: "GroupState", layer: Identity, direction: str) -> None:
+        self.state, self.layer, self.direction = state, layer, direction
         self.fingerprint = float(8 * layer.number + _DIRECTIONS.index(direction) + 1)
+        # The sizes of the messages that have followed.
         self.sizes: list[int] = []
+        # The one that is expected to follow; 0 if none is, _SEVERAL if there were several.
         self.next_size = 0
 
-    def follow(self, size: int) -> None:
-        """Remember what has followed."""
+    def add_size(self, size: int) -> None:
+        """Remember the size of the message that has followed."""
         self.sizes.append(size)
         # Nothing is expected after the calls of a function, which may belong to any layer.
         if self.layer.key:
             self.next_size = size if len(self.sizes) == 1 else _SEVERAL
+
+    @property
+    def fingerprint_sum(self) -> float:
+        """The sum of the ranks' fingerprints, if all of them make this pass."""
+        return self.state.sum_of(self.fingerprint)
+
+    @property
+    def tail(self) -> list[float]:
+        """The end of a message without channels."""
+        return [0.0, self.fingerprint, self.next_size, self.next_size**2]
 
     @property
     def name(self) -> str:
@@ -124,28 +102,31 @@ class Record:
 
     @property
     def label(self) -> str:
-        """What profiles are to call it."""
+        """The name of the collective in profiles."""
         return f"syncbn {self.direction} {self.layer.name}".rstrip()
 
     def __str__(self) -> str:
         return _described(self.direction, self.layer)
 
 
-class Status:
-    """Where operators note that a pass on a CUDA device was not sound, and the host reads it."""
+class DeviceStatus:
+    """The status of passes on a CUDA device: operators write it there, and the host reads it."""
 
     def __init__(self, device: torch.device, waits: bool) -> None:
         pins = device.type == "cuda"
-        self._device = device if pins and waits else None  # to be waited for
+        # The device to wait for before reading; None to read without waiting.
+        self._device = device if pins and waits else None
+        # 0, or the sum of the fingerprints of a pass; negative if a rank has aborted it.
         self.note = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=pins)
         self._zero = torch.zeros(1, dtype=torch.float64, device=device)
+        # When the device has cleared the note; None if it never was to.
         self._cleared: torch.cuda.Event | None = None
 
     def read(self) -> float:
-        """Return what has been noted; 0 if nothing has, or until the device has cleared it.
+        """Return the note; 0 until the device has cleared an old one.
 
-        Where the host waits for each sum, it waits here for the judgement of the last one: all
-        ranks hear of it at the same pass.
+        If the host waits for each sum, it waits here for the operator of the last one: all ranks
+        read the note at the same pass.
         """
         if self._device is not None:
             torch.cuda.synchronize(self._device)
@@ -154,7 +135,7 @@ class Status:
         return self.note.item()
 
     def clear(self) -> None:
-        """Forget what has been noted, and what the passes will note that the device still has."""
+        """Clear the note, and the notes of passes that are queued on the device."""
         if not self._zero.is_cuda or torch.cuda.is_current_stream_capturing():
             self.note.zero_()
             return
@@ -163,136 +144,161 @@ class Status:
 
 
 def _spread(number: int) -> int:
-    """Return a number of 32 bits, of which sums over two million ranks are exact in float64."""
+    """Return a number of 32 bits; sums of those over two million ranks are exact in float64."""
     return number * 2654435761 % 2**32
 
 
-class History:
-    """The passes that this rank has made in a group."""
+class GroupState:
+    """What this rank knows of a process group: the passes made in it, and those to come."""
 
     def __init__(self, group: ProcessGroup) -> None:
-        self.prefix = f"syncbn/{_number_of(group)}"
-        self.records: dict[tuple[int, int, str], Record] = {}
-        self.registered = _compat.is_registered(group)
-        self.adds_up = collectives.adds_up(group)
-        self.labels = collectives.is_debugging()
-        self.sum_messages = collectives.sum_function(group)
-        self.num_passes = 0
-        self.size = 0  # of this rank's message
         backend = collectives.cuda_backend(group)
-        # Gloo adds up on the CPU: the host waits in a sum of CUDA tensors.
-        self.waits_for_cuda = backend == "gloo"
-        self.num_judged = group.size()  # ranks, in the pass that a status is of
+        # Weak: the state exists for as long as the group does.
+        self._group = ref(group)
+        self.rank, self.num_ranks = group.rank(), group.size()
+        # A rank over NCCL may be passes ahead of another.
+        self.store = GroupStore(group, keeps_keys=backend not in ("", "gloo"))
+        # The records by key and number of their layer, and by direction.
+        self._records: dict[tuple[int, int, str], PassRecord] = {}
+        # Whether torch.distributed has made the group, which it may destroy.
+        self.is_registered = _compat.is_registered(group)
+        # Whether the group's collectives compute; those of torch's fake backend do not.
+        self._adds_up = collectives.adds_up(group)
+        # Whether profiles show the names of passes.
+        self._has_labels = collectives.is_debugging()
+        # The last pass, the next size that this rank sent in it and, on CPUs, its sums.
+        self.last = PassRecord(self, ANONYMOUS, "forward")
+        self.next_size_sent = 0
+        self._totals: Tensor | None = None
+        # The size of this rank's message.
+        self.size = 0
+        # How often sizes were compared in the store, and the sizes that were.
         self.num_comparisons = 0
-        self.sizes_compared: set[int] = set()
-        self.statuses: dict[torch.device, Status] = {}
-        # Keys of the store that this rank has written, with the number of the pass.
-        self.keys: deque[tuple[int, str]] = deque()
-        # Whether this rank may be passes ahead of another that has yet to read them, as over NCCL.
-        self.keeps_keys = backend not in ("", "gloo")
-        # For aborts.settle, over NCCL.
+        self._sizes_compared: set[int] = set()
+        # How often the ranks may have gone on at different places, this beginning included.
+        self.num_failures = 1
+
+        # CUDA: gloo adds up on the CPU, so that the host waits in the sum of CUDA tensors.
+        self.waits_for_cuda = backend == "gloo"
+        self._statuses: dict[torch.device, DeviceStatus] = {}
+        # The number of fingerprints in the sum that a status is about.
+        self.num_verified = self.num_ranks
+        # NCCL: sizes of the latest messages, how often ranks have aligned, see abort.align, and
+        # whether they may have made different numbers of passes.
         self.sizes_sent: deque[int] = deque(maxlen=_MAX_AHEAD)
-        self.num_settled = 0
-        self.is_apart = False  # ranks may have sent different numbers of messages
-        self.num_failures = 0
-        self.forget()
+        self.num_alignments = 0
+        self.is_misaligned = False
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group."""
+        group = self._group()
+        assert group is not None  # whoever has the state has the group
+        return group
+
+    def record(self, layer: Identity, direction: str) -> PassRecord:
+        """Return the record of a pass."""
+        key = (layer.key, layer.number, direction)
+        found = self._records.get(key)
+        if found is None:
+            if len(self._records) >= _MAX_RECORDS:
+                self._records.clear()
+            found = self._records[key] = PassRecord(self, layer, direction)
+        return found
 
     def forget(self) -> None:
         """Expect nothing: after a failure ranks may go on at different places."""
-        self.num_failures += 1  # the first is this history's beginning
-        self.last = Record(self, ANONYMOUS, "forward")
-        self.next_size_sent = 0  # as it was sent
-        self.totals: Tensor | None = None
+        self.num_failures += 1
+        self.last = PassRecord(self, ANONYMOUS, "forward")
+        self.next_size_sent = 0
+        self._totals = None
 
-    def compare_anew(self) -> None:
-        """Compare in the store what follows, however much has been compared there before."""
-        self.num_comparisons = 0
+    def forget_records(self) -> None:
+        """Expect nothing, and forget the sizes that have followed each pass."""
+        self._records.clear()
+        self.forget()
 
-    def record(self, layer: Identity, direction: str) -> Record:
-        """Return the record of a pass, for its fingerprint and next_size."""
-        key = (layer.key, layer.number, direction)
-        found = self.records.get(key)
-        if found is None:
-            if len(self.records) >= _MAX_RECORDS:
-                self.records.clear()
-            found = self.records[key] = Record(self, layer, direction)
-        return found
+    # The sum of a pass.
 
-    def status(self, device: torch.device) -> Status:
-        """Return the status on passes on this CUDA device."""
-        status = self.statuses.get(device)
-        if status is None:
-            status = self.statuses[device] = Status(device, self.waits_for_cuda)
-        return status
-
-    def noted(self) -> float:
-        """Return a status that the device has found and nobody has told yet; 0 if there is none.
-
-        It is the sum of the fingerprints of the pass, negative if a rank has aborted it.
-        """
-        return next((found for v in self.statuses.values() if (found := v.read())), 0.0)
-
-    def is_late(self, device: torch.device) -> bool:
-        """Whether the host goes on before the sums on this device are known, as over NCCL."""
-        return device.type == "cuda" and not self.waits_for_cuda
-
-    def enter(
-        self, record: Record, size: int, group: ProcessGroup, device: torch.device
-    ) -> Report | None:
+    def enter(self, record: PassRecord, size: int, device: torch.device) -> PassReport | None:
         """Find out, as far as can be, whether the other ranks are to send messages of this size.
 
         Called by each rank before its collective.
 
         Returns:
-            What another rank does instead, for this rank to abort it.
+            The report of a rank that makes another pass, whose collective this rank is to abort.
 
         Raises:
-            PassesDifferError, AbortedError: Another rank does something else, and has heard that
-                this one does.
-            RuntimeError: The ranks cannot talk to each other.
+            PassesDifferError, AbortedError: Another rank makes another pass and knows that this one
+                does.
+            RuntimeError: The ranks cannot communicate.
         """
-        self.num_passes += 1
+        self.store.num_passes += 1
         self.size = size
         self.sizes_sent.append(size)
         last, next_size, other = self.last, record.next_size, None
         if size not in last.sizes:
-            # A mode, such as selective checkpointing's, must not see what only the first pass does.
+            # A mode, such as selective checkpointing's, must not see calls of the first pass alone.
             with _compat.without_dispatch_modes():
                 expected = self._expected()
                 if expected == 0:
-                    other = self._compare_in_store(record, group, device)
-                elif expected != size and not self._all_turn(record, group, device):
-                    self._turn(record, expected, group, device)
+                    other = self._compare(record, device)
+                elif expected != size and not self._all_switch(record, device):
+                    self._switch_size(record, expected, device)
             if other is None:
-                last.follow(size)
-        self.last, self.totals = record, None
+                last.add_size(size)
+        self.last, self._totals = record, None
         self.next_size_sent = next_size
         return other
 
-    def sum_of(self, number: float, group: ProcessGroup) -> float:
-        """Return what the ranks' numbers add up to if all of them send this one."""
-        return number * group.size() if self.adds_up else number
+    def all_reduce(self, message: Tensor, record: PassRecord) -> Tensor:
+        """Sum the message of a pass over the ranks.
 
-    def hear(self, record: Record, totals: Tensor) -> None:
-        """Keep the sums of a pass, whose end tells what the ranks expect, but on CUDA."""
+        Raises:
+            RuntimeError, ValueError: The collective failed.
+        """
+        label = record.label if self._has_labels else ""
+        totals = collectives.all_reduce_sum(message, self.group, label)
+        self.keep_totals(totals, record)
+        return totals
+
+    def keep_totals(self, totals: Tensor, record: PassRecord) -> None:
+        """Keep the sums of a pass, whose tail holds the next sizes; not on CUDA."""
         if self.last is record and not totals.is_cuda and type(totals) is Tensor:
-            self.totals = totals
+            self._totals = totals
 
-    def size_to_meet(
-        self, size: int | None, words: str, group: ProcessGroup, device: torch.device
-    ) -> int:
-        """Find out where a rank that cannot make its next pass meets the others.
+    def sum_of(self, number: float) -> float:
+        """Return the sum of the ranks' numbers, if all of them send this one."""
+        return number * self.num_ranks if self._adds_up else number
 
-        ``size`` is that of the message that it would have sent, or None if it does not know.
+    def report(self, record: PassRecord) -> PassReport:
+        """Return the report of this rank's pass."""
+        text = f"runs {record}"
+        if record.direction in _OF_CHANNELS:
+            text += f" with {channels_of(self.size)} channels"
+        return PassReport(self.size, int(record.fingerprint), self.rank, text)
+
+    def report_abort(self, error: BaseException) -> str:
+        """Write why this rank aborts the pass, before it does; return the text."""
+        text = f"{type(error).__name__}: {str(error)[:_MAX_CHARACTERS]}"
+        self.store.write_abort(PassReport(0, 0, self.rank, text))
+        return text
+
+    def size_to_abort(self, size: int | None, text: str, device: torch.device) -> int:
+        """Find out in which collective a rank that cannot make its next pass meets the others.
+
+        ``size`` is the size of the message that it would have sent, or None if it does not know;
+        ``text`` is its error.
 
         Returns:
-            The size of the message that the others send or are to send; 0 if none can be met.
+            The size of the message that the others send or are to send; 0 if it cannot meet them.
         """
         if size is None or size not in self.last.sizes:
             expected = self._expected()
             if expected:
                 return expected
-            first = self._write_first(Report(size or 0, 0, group.rank(), words), group, device)
+            report = PassReport(size or 0, 0, self.rank, text)
+            first = self.store.write_first(report, self._count_operations(device))
             if first is not None:
                 return first.size
         return size or 0
@@ -300,123 +306,98 @@ class History:
     def _expected(self) -> int:
         """Return the size that is expected to come next; 0 if none is, or ranks expect several.
 
-        Ranks may expect nothing while others do, as after they have made a layer anew. If all other
-        k ranks expect s, the sums of next_sizes and of their squares are k s and k s².
+        Ranks may expect nothing while others do, as after they have replaced a layer. If all other
+        k ranks expect s, the sums of next sizes and of their squares are k s and k s².
         """
-        if self.totals is None:
+        if self._totals is None:
             return 0
-        next_sizes, squares = self.totals[-2:].tolist()
+        next_sizes, squares = self._totals[-2:].tolist()
         if next_sizes == 0 or squares % next_sizes != 0 or next_sizes**2 % squares != 0:
             return 0
         expected = int(squares / next_sizes)
         return expected if expected != _SEVERAL and self.next_size_sent in (0, expected) else 0
 
-    def report(self, record: Record, group: ProcessGroup) -> Report:
-        """Return what this rank does."""
-        words = f"runs {record}"
-        if record.direction in _OF_CHANNELS:
-            words += f" with {channels_of(self.size)} channels"
-        return Report(self.size, int(record.fingerprint), group.rank(), words)
+    def _compare(self, record: PassRecord, device: torch.device) -> PassReport | None:
+        """Return the report of the first rank to come, if it sends a message of another size."""
+        many = self.num_comparisons >= _MAX_COMPARISONS or self.num_ranks > _MAX_RANKS
+        if many and self.size in self._sizes_compared:
+            return None
+        self._sizes_compared.add(self.size)
+        first = self.store.write_first(self.report(record), self._count_operations(device))
+        return None if first is None or first.size == self.size else first
 
-    def _all_turn(self, record: Record, group: ProcessGroup, device: torch.device) -> bool:
-        """Ask the store whether all ranks are to send this message, other than was expected.
-
-        Waits a moment for the others, who may as well wait in the collective of what was expected.
-        """
-        found = self._store_and_key(group, device)
-        if found is None or self.num_comparisons > _MAX_COMPARISONS:
+    def _all_switch(self, record: PassRecord, device: torch.device) -> bool:
+        num_operations = self._count_operations(device)
+        if self.num_comparisons > _MAX_COMPARISONS:
             return False
-        store, key = found
-        decision = f"{key}/all turn"
-        self.remember_key(f"{key}/{record.fingerprint:.0f} {self.size}", store)
-        self.remember_key(decision, store)
-        if store.add(f"{key}/{record.fingerprint:.0f} {self.size}", 1) == group.size():
-            return bool(store.compare_set(decision, "", "yes") == b"yes")
-        with contextlib.suppress(RuntimeError):  # the time has passed
-            store.wait([decision], _PATIENCE)
-        return bool(store.compare_set(decision, "", "no") == b"yes")
+        message = f"{record.fingerprint:.0f} {self.size}"
+        return self.store.all_switch(message, num_operations, self.num_ranks)
 
-    def _turn(
-        self, record: Record, expected: int, group: ProcessGroup, device: torch.device
-    ) -> None:
+    def _switch_size(self, record: PassRecord, expected: int, device: torch.device) -> None:
         """Agree with all ranks to send messages of another size than is expected."""
         message = torch.zeros(expected, dtype=torch.float64, device=device)
         fingerprint = float(_spread(_spread(self.size) + int(record.fingerprint)))
         message[-3] = fingerprint
-        totals = self.sum_messages(message, group, "")
-        check_sound(totals, self.sum_of(fingerprint, group))
+        totals = collectives.all_reduce_sum(message, self.group)
+        check_consistent(totals, self.sum_of(fingerprint))
 
-    def _compare_in_store(
-        self, record: Record, group: ProcessGroup, device: torch.device
-    ) -> Report | None:
-        many = self.num_comparisons >= _MAX_COMPARISONS or group.size() > _MAX_RANKS
-        if many and self.size in self.sizes_compared:
-            return None
-        self.sizes_compared.add(self.size)
-        first = self._write_first(self.report(record, group), group, device)
-        return None if first is None or first.size == self.size else first
-
-    def _write_first(
-        self, report: Report, group: ProcessGroup, device: torch.device
-    ) -> Report | None:
-        """Write a report to the store if this rank is the first to come; return what is there.
-
-        Returns:
-            None where there is no place to meet.
-        """
-        found = self._store_and_key(group, device)
-        if found is None:
-            return None
-        store, key = found
-        self.remember_key(key, store)
-        return Report.parse(store.compare_set(key, "", report.encode()))
-
-    def remember_key(self, key: str, store: Store) -> None:
-        """Note a key that this pass writes, and remove those of passes that all ranks have left.
-
-        This rank has left the collective of the last pass, so all ranks have left the pass before.
-        """
-        if self.keeps_keys:
-            return
-        while self.keys and self.keys[0][0] < self.num_passes - 1:
-            with contextlib.suppress(RuntimeError):  # of stores that cannot
-                store.delete_key(self.keys.popleft()[1])
-        self.keys.append((self.num_passes, key))
-
-    def _store_and_key(self, group: ProcessGroup, device: torch.device) -> tuple[Store, str] | None:
-        """Return the group's store and the place in it where the ranks meet next.
-
-        They meet if they have made the same number of passes, and their backends the same number of
-        operations. Sends between some ranks make the latter differ; such ranks find only what they
-        wrote.
-
-        Returns:
-            None where the group has no store or does not count its operations.
-        """
+    def _count_operations(self, device: torch.device) -> int | None:
+        """Return the number of operations that the backend has counted; None if it does not."""
         self.num_comparisons += 1
         try:
-            number = collectives.count_operations(group, device)
+            return collectives.count_operations(self.group, device)
         except RuntimeError:
             return None
-        store = collectives.store_of(group)
-        return None if store is None else (store, f"{self.prefix}/{number}/{self.num_passes}")
+
+    # CUDA.
+
+    def status(self, device: torch.device) -> DeviceStatus:
+        """Return the status of passes on this CUDA device."""
+        status = self._statuses.get(device)
+        if status is None:
+            status = self._statuses[device] = DeviceStatus(device, self.waits_for_cuda)
+        return status
+
+    @property
+    def may_have_failed(self) -> bool:
+        """Whether a failure may be known that has not been raised yet."""
+        return self.is_misaligned or bool(self._statuses)
+
+    def read_statuses(self) -> float:
+        """Return a failure that a device has noted and that has not been raised; 0 without one.
+
+        It is the sum of the fingerprints of the pass, negative if a rank has aborted it.
+        """
+        return next((found for s in self._statuses.values() if (found := s.read())), 0.0)
+
+    def clear_statuses(self) -> None:
+        """Clear the notes of all devices."""
+        for status in self._statuses.values():
+            status.clear()
+
+    def is_asynchronous(self, device: torch.device) -> bool:
+        """Whether the host goes on before the sums on this device are known, as over NCCL."""
+        return device.type == "cuda" and not self.waits_for_cuda
 
 
-def describe(fingerprint: int) -> str:
-    """Return the pass of a fingerprint in words."""
-    number, place = divmod(fingerprint, 8)
-    return _described(_DIRECTIONS[place - 1], identity_numbered(number))
+_states: WeakKeyDictionary[ProcessGroup, GroupState] = WeakKeyDictionary()
 
 
-def _described(direction: str, layer: Identity) -> str:
-    return f"the {_pass(direction)}" + ("" if direction == STEP else f" of {layer}")
+def group_state(group: ProcessGroup) -> GroupState:
+    """Return the state of a group, for as long as the group lives."""
+    state = _states.get(group)
+    if state is None:
+        state = _states[group] = GroupState(group)
+    return state
 
 
-def _pass(direction: str) -> str:
-    return direction if direction in ("recomputation", STEP) else f"{direction} pass"
+def check_not_destroyed(group: ProcessGroup) -> None:
+    """Raise ValueError if torch.distributed has made the group and destroyed it since."""
+    if group_state(group).is_registered and not _compat.is_registered(group):
+        raise collectives.destroyed(group.rank(), group.group_name)
 
 
-def check_sound(totals: Tensor, fingerprint_sum: float) -> None:
+def check_consistent(totals: Tensor, fingerprint_sum: float) -> None:
     """Check that the ranks' fingerprints add up to ``fingerprint_sum`` and that none has aborted.
 
     Raises:
@@ -429,6 +410,20 @@ def check_sound(totals: Tensor, fingerprint_sum: float) -> None:
         raise ops.PassesDifferError
 
 
+def describe(fingerprint: int) -> str:
+    """Return the pass of a fingerprint, as text."""
+    number, position = divmod(fingerprint, 8)
+    return _described(_DIRECTIONS[position - 1], identity_numbered(number))
+
+
+def _described(direction: str, layer: Identity) -> str:
+    return f"the {_pass(direction)}" + ("" if direction == STEP else f" of {layer}")
+
+
+def _pass(direction: str) -> str:
+    return direction if direction in ("recomputation", STEP) else f"{direction} pass"
+
+
 def channels_of(size: int) -> int:
     """Return the C of a message of this size."""
     return (size - 4) // 2
@@ -439,87 +434,7 @@ def size_of(channels: int) -> int:
     return 2 * channels + 4
 
 
-def same_channels(first: Report, second: Report) -> bool:
+def same_channels(first: PassReport, second: PassReport) -> bool:
     """Whether two ranks make passes of as many channels, as far as their messages' sizes tell."""
     of_channels = first.fingerprint % 8 <= len(_OF_CHANNELS)
     return first.fingerprint != second.fingerprint or first.size == second.size or not of_channels
-
-
-# Compilers, which trace on behind a break of their graph, refuse code that touches a group's store.
-@_compat.uncompiled
-def _number_of(group: ProcessGroup) -> int:
-    """Return how many groups of this rank have had the group's store, this one included."""
-    with contextlib.suppress(RuntimeError):
-        store = collectives.store_of(group)
-        if store is not None:
-            return int(store.add(f"syncbn/groups of rank {group.rank()}", 1))
-    return 0
-
-
-_histories: WeakKeyDictionary[ProcessGroup, History] = WeakKeyDictionary()
-
-
-def history_of(group: ProcessGroup) -> History:
-    """Return the history of a group, for as long as the group lives."""
-    history = _histories.get(group)
-    if history is None:
-        history = _histories[group] = History(group)
-    return history
-
-
-def check_not_destroyed(group: ProcessGroup) -> None:
-    """Raise ValueError if torch.distributed has made the group and destroyed it since."""
-    if history_of(group).registered and not _compat.is_registered(group):
-        raise collectives.destroyed(group.rank(), group.group_name)
-
-
-_MAX_CHARACTERS = 1000
-# All ranks come out of the same collective, but some may be busy.
-_PATIENCE = timedelta(seconds=5)
-
-
-def write_abort(group: ProcessGroup, history: History, error: BaseException) -> str:
-    """Tell why this rank aborts, before it does; return the words."""
-    words = f"{type(error).__name__}: {str(error)[:_MAX_CHARACTERS]}"
-    store = collectives.store_of(group)
-    if store is not None:
-        with contextlib.suppress(RuntimeError):
-            report, key = Report(0, 0, group.rank(), words), _key(history, "aborted")
-            history.remember_key(key, store)
-            store.compare_set(key, "", report.encode())
-    return words
-
-
-def read_abort(group: ProcessGroup, history: History) -> Report | None:
-    """Return why a rank has aborted; None if that is not known."""
-    store, key = collectives.store_of(group), _key(history, "aborted")
-    with contextlib.suppress(RuntimeError):
-        if store is not None and store.check([key]):
-            return Report.parse(store.get(key))
-    return None
-
-
-def another_pass(group: ProcessGroup, history: History, record: Record) -> Report | None:
-    """Return what a rank does that does not do the same as this one; None if not known.
-
-    All ranks call this. The first to come writes what it does, the first that does something else
-    writes that, and each reads what is not its own.
-    """
-    mine, store = history.report(record, group), collectives.store_of(group)
-    if store is None:
-        return None
-    with contextlib.suppress(RuntimeError):
-        key, second = _key(history, "first"), _key(history, "second")
-        history.remember_key(key, store)
-        history.remember_key(second, store)
-        first = Report.parse(store.compare_set(key, "", mine.encode()))
-        if (first.size, first.fingerprint) != (mine.size, mine.fingerprint):
-            store.compare_set(second, "", mine.encode())
-            return first
-        store.wait([second], _PATIENCE)
-        return Report.parse(store.get(second))
-    return None
-
-
-def _key(history: History, word: str) -> str:
-    return f"{history.prefix}/pass {history.num_passes}/{word}"

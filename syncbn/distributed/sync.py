@@ -1,280 +1,313 @@
-"""Messages between ranks: the sums of a pass."""
+"""A training pass among ranks: its message, the sum over the ranks, and whether it is consistent.
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
-from typing import Any, NamedTuple
+step = Pass(group, layer, "forward", input)
+with step:  # an exception in here aborts the pass on all ranks
+message = ops.batch_norm_stats(input, *step.tail)
+totals = step.all_reduce(message)
+output, *_ = ops.batch_norm_apply(input, totals, ..., *step.expectation(totals))
+"""
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncbn import _compat, ops
-from syncbn.distributed import collectives, errors, protocol
-from syncbn.distributed.collectives import GroupReference, ProcessGroup, Work
+from syncbn.distributed import abort, collectives, errors, protocol
+from syncbn.distributed.collectives import GroupReference, ProcessGroup
 from syncbn.distributed.layer_id import ANONYMOUS, Identity
-from syncbn.distributed.protocol import STEP, Record, history_of
-from syncbn.ops import checks, masks, tensors
+from syncbn.distributed.protocol import STEP, GroupState, PassRecord, group_state
 from syncbn.ops.arguments import Arguments
-from syncbn.ops.epilogue import Through
 
-__all__ = [
-    "PATIENCE",
-    "between_passes",
-    "check",
-    "each_rank",
-    "from_pass",
-    "group_held",
-    "group_named",
-    "hear",
-    "judge",
-    "judge_for",
-    "judge_late",
-    "judge_now",
-    "send",
-    "settle",
-    "start_backward",
-    "start_forward",
-    "sum_of",
-    "sum_over_ranks",
-    "sum_statistics",
-    "sum_values",
-    "wait",
-]
+__all__ = ["Pass", "each_rank", "group_held", "group_named", "sum_of"]
 
 
-# For ranks whose host has heard nothing yet, as it is busy elsewhere.
-PATIENCE = timedelta(seconds=5)
+class Pass:
+    """One direction of one layer: made by all ranks of a group or, without one, by this process.
 
-
-def from_pass(
-    error: Exception,
-    group: ProcessGroup | None,
-    layer: Identity,
-    input: object,
-    arguments: Arguments | None,
-) -> Exception:
-    """Abort this rank from the pass of the others, which fail at once instead of waiting.
-
-    Belongs to the code before the collective, never to the collective. An interrupt does not
-    abort: it must not wait for the others.
-
-    Returns:
-        The error, with the layer and the rank in its words.
+    Whatever raises in ``with step:`` aborts the pass: this rank takes part in the collective of the
+    others, which fail too. Nothing behind the collective belongs in it. An interrupt does not abort
+    the pass: it must not wait for the others.
     """
-    if group is not None:
-        listed = [] if arguments is None else list(arguments.vectors)
-        known = [tensor for tensor in (*listed, input) if isinstance(tensor, Tensor)]
-        device = known[0].device if known else None
-        channels = _count_channels(input, arguments)
+
+    __slots__ = ("_arguments", "_input", "group", "layer", "record")
+
+    def __init__(
+        self,
+        group: ProcessGroup | None,
+        layer: Identity,
+        direction: str,
+        input: object = None,
+        arguments: Arguments | None = None,
+    ) -> None:
+        self.group, self.layer = group, layer
+        # They tell the size and the device of the message, for a rank that fails before it has one.
+        self._input, self._arguments = input, arguments
+        # None without a group.
+        self.record: PassRecord | None = None
+        if group is not None:
+            self.record = group_state(group).record(layer, direction)
+
+    def __enter__(self) -> None:
+        """Raise an error of an earlier pass, which leaves this one alone.
+
+        Raises:
+            RuntimeError: An earlier pass of the group on CUDA was inconsistent.
+            NotImplementedError: A forward pass under DistributedDataParallel.join().
+        """
+        record = self.record
+        if record is not None:
+            if record.state.may_have_failed:
+                _raise_earlier_failure(record.state)
+            if record.direction == "forward":
+                self._check_join()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Abort the pass after an exception."""
+        if isinstance(error, Exception):
+            try:
+                raise self.abort(error) from None
+            finally:
+                # A frame that holds an error of its own keeps its callers alive.
+                del error, traceback
+
+    def abort(self, error: Exception) -> Exception:
+        """Abort the pass because of an error; return it with the layer and the rank."""
+        if self.record is not None:
+            abort.abort_pass(error, self.record.state, *self._size_and_device())
+        return errors.with_layer_and_rank(error, self.layer, self.group)
+
+    def _size_and_device(self) -> tuple[int | None, torch.device | None]:
+        """Return the size and the device of this rank's message, None if they are not known."""
+        input, arguments = self._input, self._arguments
+        vectors = [] if arguments is None else [*arguments.vectors]
+        tensors = [tensor for tensor in (*vectors, input) if isinstance(tensor, Tensor)]
+        channels = None if arguments is None else arguments.num_features
+        if channels is None:
+            sizes = [v.size(0) for v in vectors if isinstance(v, Tensor) and v.dim() == 1]
+            if isinstance(input, Tensor) and input.dim() > 1 and not input.is_nested:
+                sizes.append(input.size(1))
+            channels = sizes[0] if sizes else None
         size = None if channels is None else protocol.size_of(channels)
-        _finish(_start(error, group, size, device))
-    return errors.with_layer_and_rank(error, layer, group)
+        return size, tensors[0].device if tensors else None
+
+    @property
+    def tail(self) -> tuple[float | None, float]:
+        """Fingerprint and next size, for the operator that makes the message."""
+        record = self.record
+        return (None, 0.0) if record is None else (record.fingerprint, record.next_size)
+
+    def all_reduce(self, message: Tensor) -> Tensor:
+        """Sum the message over the ranks, once they are known to send messages of one size.
+
+        The sums may be inconsistent: the operators that take them verify them.
+
+        Raises:
+            NotImplementedError: In a batch of gradients.
+            RuntimeError, ValueError: As :meth:`meet`; the collective failed.
+        """
+        record = self.record
+        if record is None:
+            return message
+        self.meet(message)
+        try:
+            return record.state.all_reduce(message, record)
+        except (RuntimeError, ValueError) as error:
+            raise errors.of_collective(error, record) from error
+
+    def meet(self, message: Tensor) -> None:
+        """Make sure, as far as can be, that the other ranks are to send messages of this size.
+
+        Raises:
+            RuntimeError, ValueError: They are not, or another rank has aborted the pass.
+        """
+        record = self.record
+        if record is None:
+            return
+        state, device = record.state, message.device
+        try:
+            other = state.enter(record, message.numel(), device)
+        except (ops.PassesDifferError, ops.AbortedError) as error:
+            raise errors.of_operator(error, record) from None
+        except (RuntimeError, ValueError) as error:
+            raise errors.of_collective(error, record) from error
+        if other is None:
+            return
+        different = errors.of_report(other, record)
+        state.sizes_sent[-1] = other.size
+        try:
+            if other.size:
+                text = state.report_abort(different)
+                abort.take_part(state, other.size, device)
+                if state.is_asynchronous(device):
+                    abort.align(state, device, text)
+            raise different
+        finally:
+            del different  # a frame that holds an error of its own keeps its callers alive
+
+    def wait(self, reduced: Tensor) -> Tensor:
+        """Wait for a collective that a graph has started; otherwise as :meth:`all_reduce`."""
+        record = self.record
+        assert record is not None
+        try:
+            totals = _compat.wait(reduced)
+        except RuntimeError as error:
+            raise errors.of_collective(error, record) from error
+        record.state.keep_totals(totals, record)
+        return totals
+
+    def expectation(self, totals: Tensor) -> tuple[float | None, Tensor | None]:
+        """Return ``fingerprint_sum`` and ``status`` for the operator that takes the sums."""
+        record = self.record
+        if record is None:
+            return None, None
+        if record.direction == "recomputation" and _compat.num_dispatch_modes() > 0:
+            if not _has_values(totals):
+                return None, None
+            record = self._record_of(totals)
+        expected, state = record.fingerprint_sum, record.state
+        if not totals.is_cuda:
+            return expected, None
+        state.num_verified = round(expected / record.fingerprint)
+        return expected, state.status(totals.device).note
+
+    def verify(self, totals: Tensor) -> Tensor:
+        """Return the sums; on CUDA, where nothing waits for them, NaN if they are inconsistent.
+
+        Raises:
+            RuntimeError: The ranks make different passes, or another rank has aborted this one; not
+                on CUDA.
+        """
+        if self.record is None:
+            return totals
+        if _has_values(totals):
+            record = self._record_of(totals)
+            try:
+                with _compat.without_dispatch_modes():
+                    protocol.check_consistent(totals, record.fingerprint_sum)
+            except (ops.PassesDifferError, ops.AbortedError) as error:
+                raise errors.of_operator(error, record) from None
+        elif type(totals) is Tensor and totals.is_cuda:
+            record, (expected, status) = self.record, self.expectation(totals)
+            end = totals[-4:]
+            if record.direction == "recomputation" and expected is not None:
+                # A compiler may have kept the sums of the forward pass.
+                first = record.state.record(self.layer, "forward").fingerprint_sum
+                end = torch.where(end == first, expected, end)
+            return torch.where(is_inconsistent(end, expected, status), torch.nan, totals)
+        return totals
+
+    def verify_on_host(self, totals: Tensor) -> Tensor:
+        """Return the sums on the CPU, after :meth:`verify`; waits for the device."""
+        device, totals = totals.device, totals.cpu()
+        try:
+            return self.verify(totals)
+        except RuntimeError:
+            if self.record is not None and self.record.state.is_asynchronous(device):
+                abort.align(self.record.state, device)  # with those that know it, or are to
+            raise
+
+    def error(self, error: Exception) -> Exception:
+        """Return an operator's error with the layer, the rank and the passes of other ranks."""
+        if self.record is None:
+            return errors.with_layer_and_rank(error, self.layer, None)
+        return errors.of_operator(error, self.record)
+
+    def _record_of(self, totals: Tensor) -> PassRecord:
+        """Return the record of the pass that the sums are of.
+
+        A recomputation may get the sums of the forward pass, which a mode or a compiler has kept.
+        """
+        record = self.record
+        assert record is not None
+        if record.direction == "recomputation":
+            first = record.state.record(record.layer, "forward")
+            with _compat.without_dispatch_modes():
+                if totals[-3] == first.fingerprint_sum:
+                    return first
+        return record
+
+    def _check_join(self) -> None:
+        """Raise NotImplementedError under DistributedDataParallel.join().
+
+        A rank that has run out of inputs stands in for the others' gradients there, but not for the
+        collectives of a layer: they would wait for it, or take its messages for those of the layer.
+        """
+        join = _compat.join_config()
+        if join is not None and join.enable and not join.throw_on_early_termination:
+            text = (
+                "SyncBatchNorm cannot train under DistributedDataParallel.join(), where a rank "
+                "that has run out of inputs does not take part in the layer's all-reduce; give "
+                "such a rank empty batches instead, or call join(throw_on_early_termination=True) "
+                "to end all ranks together"
+            )
+            raise errors.with_layer_and_rank(NotImplementedError(text), self.layer, self.group)
 
 
-def between_passes(error: Exception, groups: Iterable[ProcessGroup]) -> None:
-    """Abort this rank from whatever the other ranks of these groups do next.
+def _has_values(totals: Tensor) -> bool:
+    """Whether the sums can be looked at: not on meta, nor on CUDA, which is not waited for."""
+    return type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
 
-    Belongs to code between passes. Starts in all groups before it waits for any: the others may
-    wait in any of them.
+
+def is_inconsistent(end: Tensor, fingerprint_sum: float | None, status: Tensor | None) -> Tensor:
+    """Return whether sums on CUDA, which end with these four, are inconsistent: bool [1].
+
+    The operator that finds out writes the status, which the next pass of the group reads.
     """
-    for started in [_start(error, group) for group in groups]:
-        _finish(started)
+    totals = torch.cat([end.new_zeros(2), end])  # as of a pass of one channel
+    no_input, nothing = end.new_empty((0, 1)), (None,) * 5
+    *_, count = ops.batch_norm_apply(no_input, totals, *nothing, 0.0, 0.0, fingerprint_sum, status)
+    return count.isnan()
 
 
-class _Started(NamedTuple):
-    group: ProcessGroup
-    device: torch.device
-    words: str
-    work: Work | None
-    hears_late: bool  # the others do
+def _raise_earlier_failure(state: GroupState) -> None:
+    """Raise RuntimeError if an earlier pass of the group on CUDA was inconsistent.
 
-
-# Torch 2.15 refuses to compile code that looks at a group's devices.
-@_compat.uncompiled
-def _start(
-    error: Exception,
-    group: ProcessGroup,
-    size: int | None = None,
-    device: torch.device | None = None,
-) -> _Started:
-    """Tell why this rank aborts, and start to do so; ``size`` as of a message, if known."""
-    device = tensors.of_statistics(collectives.likely_device(group, device))
-    history = history_of(group)
-    is_late = history.is_late(device)
-    words, work, has_failed = "", None, False
-    # An error in here must not hide that of the rank.
-    with (
-        _no_trace(),
-        _compat.without_dispatch_modes(),
-        contextlib.suppress(RuntimeError, ValueError),
-    ):
-        # Some rank has failed before, and waits in no pass for this one.
-        has_failed = history.is_apart or history.noted() != 0
-        if not has_failed:
-            history.num_passes += 1
-            words = protocol.write_abort(group, history, error)
-            size = history.size_to_meet(size, words, group, device)
-            history.sizes_sent.append(size)
-            if size:
-                work = collectives.start_sum(_message(size, device), group)
-    history.forget()
-    return _Started(group, device, words, work, is_late and (has_failed or work is not None))
-
-
-@_compat.uncompiled
-def _finish(started: _Started) -> None:
-    """Wait until the others have heard that this rank aborts."""
-    group, device, words, work, hears_late = started
-    with contextlib.suppress(RuntimeError, ValueError):
-        if hears_late:
-            settle(group, device, words)
-        elif work is not None:
-            work.wait()
-
-
-# Ranks over NCCL, which hear of a failure when their hosts have gone on.
-
-
-class Stop(NamedTuple):
-    """How far the host of a rank had come when it heard of a failure, and why the rank failed."""
-
-    num_passes: int
-    num_others: int  # collectives in the group that are not of passes
-    sizes: list[int]  # of the latest messages
-    words: str
-
-    @classmethod
-    def parse(cls, text: bytes) -> "Stop":
-        """Return what :meth:`encode` was made of."""
-        numbers, others, sizes, words = text.decode().split(" ", 3)
-        return cls(int(numbers), int(others), [int(size) for size in sizes.split(",")], words)
-
-    def encode(self) -> str:
-        """Return it as text, for the store."""
-        sizes = ",".join(map(str, self.sizes))
-        return f"{self.num_passes} {self.num_others} {sizes} {self.words}"
-
-
-class Settled(NamedTuple):
-    """What a rank learns from the others after a failure."""
-
-    cause: str  # the error of a rank that has aborted, if any
-    hindrance: str  # why not all ranks have made as many passes; empty if they have
-
-
-def hear(group: ProcessGroup, device: torch.device) -> Settled:
-    """Take note of the failure that operators on CUDA have noted."""
-    history = history_of(group)
-    if history.is_late(device):
-        settled: Settled = settle(group, device)
-        return settled
-    for status in history.statuses.values():
-        status.clear()
-    report = protocol.read_abort(group, history)  # all ranks have made as many passes
-    return Settled("" if report is None else f"rank {report.rank}: {report.words}", "")
-
-
-@_compat.uncompiled
-def settle(
-    group: ProcessGroup,
-    device: torch.device,
-    words: str = "",
-    patience: timedelta | None = PATIENCE,
-) -> Settled:
-    """Have all ranks make as many passes, after a failure that they heard of at different ones.
-
-    Each says how far it has come, and those that are behind send aborts, for which the devices
-    of the others wait. Without ``patience`` the others have the time of the group's store. If they
-    do not come, this rank makes no pass before they have.
+    The host does not wait for the device, and reads here the statuses that operators have written
+    since. This rank makes no message of this pass: no other waits for it but, over NCCL, those
+    whose hosts have gone further, which :func:`abort.align` serves.
     """
-    history = history_of(group)
-    history.is_apart = True
-    for status in history.statuses.values():
-        status.clear()
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return Settled("", "a graph is being captured")
-    try:
-        stops = _exchange_stops(group, device, words, patience)
-    except RuntimeError as error:
-        return Settled("", f"the group's store failed: {error}")
-    cause = next((f"rank {r}: {stop.words}" for r, stop in stops.items() if stop.words), "")
-    absent = {*range(group.size())} - {*stops}
-    if absent:
-        return Settled(cause, f"rank {min(absent)} has not heard of it yet")
-    ahead = max(stops.values())
-    num_behind = ahead.num_passes - history.num_passes
-    if num_behind > len(ahead.sizes) or len({stop.num_others for stop in stops.values()}) > 1:
-        return Settled(
-            cause,
-            "ranks have gone on to collectives that are not of SyncBatchNorm layers, such as "
-            "those of DistributedDataParallel",
-        )
-    for size in ahead.sizes[len(ahead.sizes) - num_behind :]:
-        if size:
-            collectives.start_sum(_message(size, device), group)
-    history.num_passes = ahead.num_passes
-    history.num_settled += 1
-    history.is_apart = False
-    return Settled(cause, "")
-
-
-def _exchange_stops(
-    group: ProcessGroup, device: torch.device, words: str, patience: timedelta | None
-) -> dict[int, Stop]:
-    """Return the stops of the ranks that have come in time, by rank."""
-    history, store = history_of(group), collectives.store_of(group)
-    if store is None:
-        raise RuntimeError("it has none")
-    keys = [f"{history.prefix}/failure {history.num_settled}/{r}" for r in range(group.size())]
-    if not store.check([keys[group.rank()]]):
-        num_others = 0
-        with contextlib.suppress(RuntimeError):  # of a backend that does not count them
-            num_others = collectives.count_operations(group, device) - history.num_passes
-        stop = Stop(history.num_passes, num_others, [*history.sizes_sent], words)
-        store.set(keys[group.rank()], stop.encode())
-    with contextlib.suppress(RuntimeError):  # the time has passed
-        store.wait(keys, *([] if patience is None else [patience]))
-    return {r: Stop.parse(store.get(key)) for r, key in enumerate(keys) if store.check([key])}
-
-
-def _count_channels(input: object, arguments: Arguments | None) -> int | None:
-    """Return the C of a layer's message, from parameters, buffers or the input."""
-    if arguments is not None:
-        if arguments.num_features is not None:
-            return arguments.num_features
-        for vector in arguments.vectors:
-            if isinstance(vector, Tensor) and vector.dim() == 1:
-                return vector.size(0)
-    if isinstance(input, Tensor) and input.dim() > 1 and not input.is_nested:
-        return input.size(1)
-    return None
-
-
-def send(group: ProcessGroup, size: int, device: torch.device) -> None:
-    """Take part in the collective of the other ranks, with a abort."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        history_of(group).sum_messages(_message(size, device), group, "")
-
-
-def _message(size: int, device: torch.device) -> Tensor:
-    """Return a message with a count of NaN."""
-    message = torch.zeros(size, dtype=torch.float64, device=device)
-    message[-4] = torch.nan
-    return message
-
-
-@contextlib.contextmanager
-def _no_trace() -> Iterator[None]:
-    """Suspend torch.jit.trace, which refuses what it does not know."""
-    state = _compat.jit_tracing_state()
-    if state is None:  # where it cannot be set, as inside of an operator
-        yield
+    group, hindrance = state.group, ""
+    device = collectives.likely_device(group)
+    if state.is_misaligned:
+        hindrance = abort.align(state, device, timeout=None).hindrance
+        if hindrance:
+            text = (
+                "an earlier pass failed, and since then the ranks may have made different numbers "
+                f"of passes: {hindrance}; call destroy_process_group(), then init_process_group()"
+            )
+            raise errors.with_layer_and_rank(RuntimeError(text), ANONYMOUS, group)
+    found = state.read_statuses()
+    if found == 0:
         return
-    _compat.set_jit_tracing_state(None)
-    try:
-        yield
-    finally:
-        _compat.set_jit_tracing_state(state)
+    fingerprint = round(abs(found) / state.num_verified)
+    if state.is_asynchronous(device):
+        cause, hindrance = abort.align(state, device)
+    else:  # all ranks have made as many passes
+        state.clear_statuses()
+        report = state.store.read_abort()
+        cause = "" if report is None else f"rank {report.rank}: {report.text}"
+    state.forget_records()  # they hold the sizes that have followed in that pass
+    reason = (
+        "another rank of the process group aborted it because of an error"
+        if found < 0
+        else "another rank made another pass in its place"
+    )
+    text = (
+        f"{protocol.describe(fingerprint)} gave NaN: {reason}{cause and f'; {cause}'}; raised in a "
+        "later pass because the host does not wait for CUDA: it may be hundreds of launches ahead "
+        "of the device, and what it has launched since then gave NaN or sums that belong to no pass"
+    )
+    if hindrance:
+        text += f"; the ranks are not aligned yet: {hindrance}"
+    raise errors.with_layer_and_rank(RuntimeError(text), ANONYMOUS, group)
 
 
 def group_named(name: str | None, layer: Identity) -> ProcessGroup | None:
@@ -306,103 +339,7 @@ def group_held(reference: GroupReference | None, layer: Identity) -> ProcessGrou
         raise errors.with_layer_and_rank(error, layer, None) from None
 
 
-# A pass: its message, whether the ranks can meet, the sum.
-
-
-def sum_statistics(
-    input: Tensor,
-    group: ProcessGroup | None,
-    layer: Identity,
-    arguments: Arguments | None = None,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Record | None]:
-    """Return the input, dense, its message summed, and the record of the pass in the group.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError, RuntimeError: As :func:`start_forward` and
-            :func:`sum_over_ranks`.
-    """
-    dense, message, record = start_forward(input, group, layer, arguments, mask)
-    return dense, sum_over_ranks(message, group, record), record
-
-
-def start_forward(
-    input: Tensor,
-    group: ProcessGroup | None,
-    layer: Identity,
-    arguments: Arguments | None = None,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Record | None]:
-    """Return the input, dense, its message of :func:`syncbn.ops.batch_norm_stats`, and the record.
-
-    A rank that fails a check of ``arguments``, if they are given, or runs out of memory aborts.
-    ``mask`` is that of :func:`syncbn.ops.masks.as_places`.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: As :func:`check`; another rank's message has
-            another size; in DistributedDataParallel.join().
-        RuntimeError: The ranks run different passes; another rank has aborted or left.
-    """
-    _look_back(group)
-    try:
-        if arguments is not None:
-            checks.check_training(input, arguments, alone=group is None)
-        dense = tensors.as_dense(input)
-        if group is None:
-            return dense, ops.batch_norm_stats(dense, mask=mask), None
-        record = history_of(group).record(layer, _compat.forward_direction())
-        message = ops.batch_norm_stats(dense, record.fingerprint, record.next_size, mask=mask)
-    except Exception as error:
-        raise from_pass(error, group, layer, input, arguments) from None
-    _check_join(group, layer)
-    _enter(message, group, record)
-    return dense, message, record
-
-
-def start_backward(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    group: ProcessGroup | None,
-    layer: Identity,
-    through: Through | None = None,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Record | None]:
-    """Return grad_output, dense; the results of batch_norm_backward_reduce; and the record.
-
-    Where dz is stored, it takes the place of grad_output. A rank that runs out of memory aborts.
-
-    Raises:
-        RuntimeError: As :func:`start_forward`.
-    """
-    _look_back(group)
-    try:
-        input = tensors.as_dense(input)
-        grad_output = tensors.as_dense(grad_output, like=input)
-        record = None
-        if group is not None:
-            record = history_of(group).record(layer, "backward")
-        tail = (None, 0.0) if record is None else (record.fingerprint, record.next_size)
-        operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, *tail)
-        if through is None:
-            sums, *gradients = ops.batch_norm_backward_reduce(*operands, mask=mask)
-        elif not through.is_stored(input):
-            sums, *gradients = ops.batch_norm_backward_reduce(
-                *operands, *through.for_operators(), mask=mask
-            )
-        else:
-            sums, *gradients, grad_output = ops.batch_norm_backward_reduce_dz(
-                *operands, *through.for_operators(), through.residual, through.output, mask=mask
-            )
-    except Exception as error:
-        raise from_pass(error, group, layer, input, None) from None
-    if group is not None and record is not None:
-        _enter(sums, group, record)
-    grad_weight, grad_bias = gradients
-    return grad_output, sums, grad_weight, grad_bias, record
+# Sums that are not of a layer's pass.
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -412,7 +349,13 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
         """Sum a vector over the ranks."""
         ctx.group, ctx.layer = GroupReference(group), layer
-        return sum_values(values, group, layer)
+        step = Pass(group, layer, "double backward", values)
+        with step:
+            assert step.record is not None
+            statistics = values.to(torch.float64)
+            message = torch.cat([statistics, statistics.new_tensor(step.record.tail)])
+        totals = step.verify(step.all_reduce(message))
+        return totals[:-4].to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -422,264 +365,28 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def sum_of(group: ProcessGroup | None, layer: Identity) -> Callable[[Tensor], Tensor]:
-    """Return the function that sums a vector over the ranks and can be differentiated."""
+    """Return the function that sums a vector over the ranks and can be differentiated.
+
+    For a backward pass that is itself to be differentiated.
+    """
     if group is None:
         return lambda values: values
     return lambda values: _SumOverRanks.apply(values, group, layer)
-
-
-def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
-    """Sum a vector over the ranks for a backward pass that is itself to be differentiated.
-
-    Raises:
-        NotImplementedError, RuntimeError: As :func:`sum_over_ranks`.
-    """
-    _look_back(group)
-    record = history_of(group).record(layer, "double backward")
-    statistics = values.to(tensors.of_statistics(values.device)).to(torch.float64)
-    end = statistics.new_tensor([0.0, record.fingerprint, record.next_size, record.next_size**2])
-    message = torch.cat([statistics, end])
-    _enter(message, group, record)
-    totals = sum_over_ranks(message, group, record)
-    unsound = judge(totals, group, record)
-    if unsound is not None:
-        totals = torch.where(unsound, torch.nan, totals)
-    return totals[:-4].to(values.dtype).to(values.device)
 
 
 def each_rank(flag: bool, group: ProcessGroup, layer: Identity, device: torch.device) -> list[bool]:
     """Return the flag of each rank of the group: a step between passes of layers.
 
     Raises:
-        RuntimeError: As :func:`sum_over_ranks`; the ranks do not all make this step, or another
-            rank has aborted.
+        RuntimeError: As :meth:`Pass.all_reduce`; the ranks do not all make this step, or another
+            rank has aborted it.
     """
-    _look_back(group)
-    record = history_of(group).record(layer, STEP)
-    flags = [0.0] * group.size()
-    flags[group.rank()] = float(flag)
-    end = [0.0, record.fingerprint, record.next_size, record.next_size**2]
-    place = tensors.of_statistics(device)
-    message = torch.tensor([*flags, *end], dtype=torch.float64, device=place)
-    _enter(message, group, record)
-    totals = judge_now(sum_over_ranks(message, group, record), group, record)
+    step = Pass(group, layer, STEP)
+    with step:
+        assert step.record is not None
+        flags = [0.0] * group.size()
+        flags[group.rank()] = float(flag)
+        values = [*flags, *step.record.tail]
+        message = torch.tensor(values, dtype=torch.float64, device=device)
+    totals = step.verify_on_host(step.all_reduce(message))
     return [value != 0 for value in totals[:-4].tolist()]
-
-
-def sum_over_ranks(message: Tensor, group: ProcessGroup | None, record: Record | None) -> Tensor:
-    """Sum the message of a pass over the ranks; what they say at its end is not looked at.
-
-    Raises:
-        NotImplementedError: In a batch of gradients.
-        RuntimeError: The collective failed; the error names the layer and the rank.
-    """
-    if group is None or record is None:
-        return message
-    try:
-        history = record.history
-        totals = history.sum_messages(message, group, record.label if history.labels else "")
-    except (RuntimeError, ValueError) as error:
-        raise errors.of_collective(error, group, record) from error
-    history.hear(record, totals)
-    return totals
-
-
-def wait(reduced: Tensor, group: ProcessGroup, record: Record) -> Tensor:
-    """Wait for a collective that a graph has started; otherwise as :func:`sum_over_ranks`."""
-    try:
-        totals = _compat.wait(reduced)
-    except RuntimeError as error:
-        raise errors.of_collective(error, group, record) from error
-    record.history.hear(record, totals)
-    return totals
-
-
-def _enter(message: Tensor, group: ProcessGroup, record: Record) -> None:
-    """Go on if the other ranks are to send messages of the same size, as far as is known."""
-    history = record.history
-    try:
-        other = history.enter(record, message.numel(), group, message.device)
-    except (ops.PassesDifferError, ops.AbortedError) as error:
-        raise errors.of_pass(error, record.layer, group, record) from None
-    except (RuntimeError, ValueError) as error:
-        raise errors.of_collective(error, group, record) from error
-    if other is None:
-        return
-    different = errors.of_report(other, group, record)
-    history.sizes_sent[-1] = other.size
-    try:
-        if other.size:
-            words = protocol.write_abort(group, history, different)
-            send(group, other.size, message.device)
-            if history.is_late(message.device):
-                settle(group, message.device, words)
-        raise different
-    finally:
-        del different  # a frame that holds an error of its own keeps its callers alive, and a group
-
-
-def _check_join(group: ProcessGroup, layer: Identity) -> None:
-    """Raise NotImplementedError in a forward pass under DistributedDataParallel.join().
-
-    A rank that has run out of inputs stands in for the others' gradients there, but not for the
-    collectives of a layer: they would wait for it, or take its messages for those of the layer.
-    """
-    join = _compat.join_config()
-    if join is not None and join.enable and not join.throw_on_early_termination:
-        words = (
-            "SyncBatchNorm cannot train under DistributedDataParallel.join(), where a rank that "
-            "has run out of inputs does not take part in the layer's all-reduce; give such a rank "
-            "empty batches instead, or call join(throw_on_early_termination=True) to end all ranks "
-            "together"
-        )
-        raise errors.with_layer_and_rank(NotImplementedError(words), layer, group)
-
-
-# Statuses: whether all ranks have made the same pass and none has aborted.
-
-
-def judge(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> Tensor | None:
-    """Raise RuntimeError unless all ranks have made this pass, as far as the sums have values.
-
-    Returns:
-        On CUDA, which is not waited for, whether they are not sound, which is noted.
-    """
-    if group is None or record is None:
-        return None
-    if not _has_values(totals):
-        if type(totals) is not Tensor or not totals.is_cuda:
-            return None
-        end = torch.cat([totals.new_zeros(2), totals[-4:]])  # as of a pass of one channel
-        return judge_late(end, *judge_for(end, group, record))[-1].isnan()
-    record = _pass_of(totals, group, record)
-    try:
-        with _compat.without_dispatch_modes():
-            protocol.check_sound(totals, record.history.sum_of(record.fingerprint, group))
-    except (ops.PassesDifferError, ops.AbortedError) as error:
-        raise errors.of_pass(error, record.layer, group, record) from None
-    return None
-
-
-def judge_now(totals: Tensor, group: ProcessGroup | None, record: Record | None) -> Tensor:
-    """Return the sums on the CPU, after :func:`judge`; waits for the device.
-
-    Raises:
-        RuntimeError: As :func:`judge`.
-    """
-    device, totals = totals.device, totals.cpu()
-    try:
-        judge(totals, group, record)
-    except RuntimeError:
-        if group is not None and history_of(group).is_late(device):
-            settle(group, device)  # with those that have heard of it, or are to
-        raise
-    return totals
-
-
-def judge_for(
-    totals: Tensor, group: ProcessGroup | None, record: Record | None
-) -> tuple[float | None, Tensor | None]:
-    """Return ``fingerprint_sum`` and ``status`` of the operators that take sums over all ranks."""
-    if group is None or record is None:
-        return None, None
-    if record.direction == "recomputation" and _compat.num_dispatch_modes() > 0:
-        if not _has_values(totals):
-            return None, None
-        record = _pass_of(totals, group, record)
-    history = record.history
-    fingerprint_sum = history.sum_of(record.fingerprint, group)
-    if not totals.is_cuda:
-        return fingerprint_sum, None
-    history.num_judged = round(fingerprint_sum / record.fingerprint)
-    return fingerprint_sum, history.status(totals.device).note
-
-
-def _has_values(totals: Tensor) -> bool:
-    """Whether the sums can be looked at: not on meta, nor on CUDA, which is not waited for."""
-    return type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
-
-
-def _pass_of(totals: Tensor, group: ProcessGroup, record: Record) -> Record:
-    """Return the record of the pass that the sums are of.
-
-    A recomputation may get those of the forward pass, which a mode or a compiler has kept.
-    """
-    if record.direction == "recomputation":
-        first = record.history.record(record.layer, "forward")
-        with _compat.without_dispatch_modes():
-            if totals[-3] == record.history.sum_of(first.fingerprint, group):
-                return first
-    return record
-
-
-def judge_late(totals: Tensor, fingerprint_sum: float | None, status: Tensor | None) -> Tensor:
-    """Return all but the tail of sums on CUDA, or NaN if they are not sound.
-
-    The operator that finds out notes its status, which the next pass of the group reads.
-    """
-    no_input = totals.new_empty((0, protocol.channels_of(totals.size(0))))
-    *_, count = ops.batch_norm_apply(
-        no_input, totals, None, None, None, None, None, 0.0, 0.0, fingerprint_sum, status
-    )
-    return torch.where(count.isnan(), torch.nan, totals[:-3])
-
-
-def _look_back(group: ProcessGroup | None) -> None:
-    """Raise RuntimeError if an earlier pass of the group on CUDA was not sound.
-
-    Where the host does not wait for the device, it reads here what the operators have found since.
-    This rank makes no message of this pass: no other waits for it, but over NCCL those whose hosts
-    have gone further, which get aborts.
-    """
-    if group is None:
-        return
-    history = history_of(group)
-    if not history.is_apart and not history.statuses:
-        return
-    device = collectives.likely_device(group)
-    if history.is_apart:
-        hindrance = settle(group, device, patience=None).hindrance
-        if hindrance:
-            words = (
-                "an earlier pass failed, and since then the ranks may have made different numbers "
-                f"of passes: {hindrance}; call destroy_process_group(), then init_process_group()"
-            )
-            raise errors.with_layer_and_rank(RuntimeError(words), ANONYMOUS, group)
-    found = history.noted()
-    if found == 0:
-        return
-    fingerprint = round(abs(found) / history.num_judged)
-    cause, hindrance = hear(group, device)
-    history.records.clear()  # they hold what has followed in that pass
-    history.forget()
-    what = (
-        "another rank of the process group aborted it because of an error"
-        if found < 0
-        else "another rank made another pass in its place"
-    )
-    words = (
-        f"{protocol.describe(fingerprint)} gave NaN: {what}{cause and f'; {cause}'}; said in a "
-        "later pass because the host does not wait for CUDA: it may be hundreds of launches ahead "
-        "of the device, and what it has launched since then gave NaN or sums that belong to no pass"
-    )
-    if hindrance:
-        words += f"; the ranks are not in step yet: {hindrance}"
-    raise errors.with_layer_and_rank(RuntimeError(words), ANONYMOUS, group)
-
-
-def check(
-    input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity
-) -> Tensor | None:
-    """Make the checks of a training pass; a rank that fails one aborts.
-
-    Returns:
-        The mask, if there is one, as operators take it.
-
-    Raises:
-        TypeError, ValueError, NotImplementedError: As :func:`syncbn.ops.checks.check_training`.
-    """
-    try:
-        checks.check_training(input, arguments, alone=group is None)
-        return None if arguments.mask is None else masks.as_places(arguments.mask, input)
-    except Exception as error:
-        raise from_pass(error, group, layer, input, arguments) from None

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import _autograd, _compat
+from syncbn import _autograd, _compat, ops
+from syncbn._autograd import Saved
 from syncbn.distributed import collectives, errors, sync
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, identity_named
-from syncbn.ops import aten, epilogue, masks, tensors
+from syncbn.distributed.sync import Pass
+from syncbn.ops import aten, checks, epilogue, masks, tensors
 from syncbn.ops.arguments import Arguments
 
 __all__ = ["train"]
@@ -25,7 +27,11 @@ def train(
 
     Also alone one of ours with a mask, which torch's does not take.
     """
-    mask = sync.check(input, arguments, group, layer)
+    try:
+        checks.check_all(input, arguments, single_process=group is None)
+        mask = None if arguments.mask is None else masks.as_places(arguments.mask, input)
+    except Exception as error:
+        raise Pass(group, layer, "forward", input, arguments).abort(error) from None
     if not torch.compiler.is_compiling() and _compat.is_recomputation():
         # The recomputed pass has been recorded with its update; this update goes nowhere.
         arguments = arguments._replace(
@@ -80,9 +86,13 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     layer = identity_named(layer_name)
     group = sync.group_named(group_name, layer)
-    dense, totals, record = sync.sum_statistics(input, group, layer, mask=mask)
+    step = Pass(group, layer, _compat.forward_direction(), input)
+    with step:
+        dense = tensors.as_dense(input)
+        totals = ops.batch_norm_stats(dense, *step.tail, mask=mask)
+    totals = step.all_reduce(totals)
     arguments = Arguments(weight, bias, None, None, None, 0.0, eps, mask=mask)
-    output, *statistics = _autograd.normalize(dense, totals, arguments, group, layer, record)
+    output, *statistics = _autograd.normalize(dense, totals, arguments, step)
     mean, invstd, count = statistics
     return output, totals[: 2 * input.size(1) + 1].clone(), mean, invstd, count
 
@@ -99,8 +109,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels = input.size(1)
     output = torch.empty_like(tensors.as_dense(input))
-    place = tensors.of_statistics(input.device)
-    totals = input.new_empty(2 * channels + 1, dtype=torch.float64, device=place)
+    totals = input.new_empty(2 * channels + 1, dtype=torch.float64)
     mean, invstd = totals.new_empty(channels), totals.new_empty(channels)
     return output, totals, mean, invstd, totals.new_empty(1)
 
@@ -113,18 +122,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 
 def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    input, *others, mask = ctx.saved_tensors
+    input, weight, mean, invstd, count, mask = ctx.saved_tensors
+    input = tensors.as_dense(input)
+    saved = Saved(input, weight, mean, invstd, count, mask, ctx.eps, ctx.bias_dtype)
     layer = identity_named(ctx.layer_name)
-    gradients = _autograd.backward(
-        grad_output,
-        (tensors.as_dense(input), *others),
-        ctx.bias_dtype,
-        ctx.eps,
-        sync.group_named(ctx.group_name, layer),
-        layer,
-        ctx.needs_input_grad[0],
-        mask=mask,
-    )
+    step = Pass(sync.group_named(ctx.group_name, layer), layer, "backward", input)
+    gradients = _autograd.backward(grad_output, saved, step, ctx.needs_input_grad[0])
     return *gradients[:3], None, None, None, None
 
 

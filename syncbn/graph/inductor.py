@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import _autograd, _compat, ops
+from syncbn import _compat, ops
 from syncbn.distributed import collectives, errors, sync
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, Layer, identity_from, identity_named, identity_of
-from syncbn.distributed.protocol import history_of
+from syncbn.distributed.sync import Pass
 from syncbn.ops import checks, epilogue, masks, tensors
 from syncbn.ops.arguments import Arguments
 
@@ -32,9 +32,9 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     """
     checks.check_no_transform()
     group_name = None if group is None else group.group_name
-    if not _is_valid(input, arguments, alone=group is None):
+    if not _is_valid(input, arguments, single_process=group is None):
         if not _fits_operator(input, arguments):
-            checks.check_training(input, arguments, alone=group is None)  # raises
+            checks.check_all(input, arguments, single_process=group is None)  # raises
         # Raises when the graph runs, in the words and with the abort of an eager layer.
         failed: Tensor = torch.ops.syncbn.compiled_check.default(
             input, *arguments, group_name, identity_of(layer).name
@@ -53,14 +53,14 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     return output if mask is None else masks.clear(output, mask)
 
 
-def _is_valid(input: Tensor, arguments: Arguments, *, alone: bool) -> bool:
+def _is_valid(input: Tensor, arguments: Arguments, *, single_process: bool) -> bool:
     # Numbers that the compiler keeps variable have no value yet: compiled_update sees it.
     if type(arguments.momentum) is float:
         arguments = arguments._replace(momentum=0.0)
     if type(arguments.eps) is float:
         arguments = arguments._replace(eps=0.0)
     try:
-        checks.check_training(input, arguments, alone=alone)
+        checks.check_all(input, arguments, single_process=single_process)
     except (TypeError, ValueError, NotImplementedError):
         return False
     return True
@@ -210,8 +210,9 @@ _library.define(
 def _compiled_check(input: Tensor, *values: Any) -> Tensor:
     *fields, group_name, layer_name = values
     layer = identity_named(layer_name)
-    group = sync.group_named(group_name, layer)
-    sync.check(input, Arguments(*fields), group, layer)
+    group, arguments = sync.group_named(group_name, layer), Arguments(*fields)
+    with Pass(group, layer, "forward", input, arguments):
+        checks.check_all(input, arguments, single_process=group is None)
     raise AssertionError("the graph was compiled for arguments that fail a check")
 
 
@@ -247,7 +248,10 @@ def _(
 ) -> Tensor:
     layer = identity_from(identity)
     group = sync.group_named(group_name, layer)
-    _, message, _ = sync.start_forward(input, group, layer, mask=mask)
+    step = Pass(group, layer, _compat.forward_direction(), input)
+    with step:
+        message = ops.batch_norm_stats(tensors.as_dense(input), *step.tail, mask=mask)
+    step.meet(message)
     return message
 
 
@@ -262,7 +266,7 @@ def _(
     return ops.batch_norm_stats(input, None if group_name is None else 0.0)
 
 
-# Waits for a collective and judges its sums, of which it returns all but the tail.
+# Waits for a collective and verifies its sums. Returns them without fingerprint and next sizes.
 _library.define(
     "compiled_wait(Tensor reduced, str group_name, str direction, Tensor? identity=None) -> Tensor"
 )
@@ -270,22 +274,10 @@ _library.define(
 
 @torch.library.impl(_library, "compiled_wait", "CompositeExplicitAutograd")
 def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None = None) -> Tensor:
-    group = collectives.group_named(group_name)
     if direction == "forward":
         direction = _compat.forward_direction()
-    history, layer = history_of(group), identity_from(identity)
-    record = history.record(layer, direction)
-    totals = sync.wait(reduced, group, record)
-    if not totals.is_cuda:
-        sync.judge(totals, group, record)
-        return totals[:-3].clone()  # an operator returns what is new
-    if direction == "recomputation":  # or its sums are those that were kept of the forward pass
-        fingerprint_sum = history.sum_of(history.record(layer, "forward").fingerprint, group)
-        if_kept = torch.where(
-            totals[-3] == fingerprint_sum, history.sum_of(record.fingerprint, group), totals[-3]
-        )
-        totals = torch.cat([totals[:-3], if_kept.view(1), totals[-2:]])
-    return sync.judge_late(totals, *sync.judge_for(totals, group, record))
+    step = Pass(collectives.group_named(group_name), identity_from(identity), direction)
+    return step.verify(step.wait(reduced))[:-3].clone()  # an operator returns new tensors
 
 
 @torch.library.register_fake("syncbn::compiled_wait")
@@ -316,17 +308,24 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     layer = identity_from(identity)
     group = sync.group_named(group_name, layer)
+    channels = totals.numel() // 2
+    no_input = totals.new_empty((0, channels), dtype=input_dtype)
+    running = (running_mean, running_var, num_batches_tracked)
+    if _compat.is_recomputation():
+        running = (None, None, None)
     try:
         checks.check_eps(eps)
         if momentum is not None:
             checks.check_momentum(momentum)
-        ops.check_more_than_one_value(totals, totals.numel() // 2)
-    except (TypeError, ValueError) as error:
+        ops.check_more_than_one_value(totals, channels)
+        _, *statistics = ops.batch_norm_apply(
+            no_input, totals, None, None, *running, momentum, float(eps)
+        )
+    except (TypeError, ValueError, RuntimeError) as error:
         raise errors.with_layer_and_rank(error, layer, group) from None
-    no_input = totals.new_empty((0, totals.numel() // 2), dtype=input_dtype)
-    running = (running_mean, running_var, num_batches_tracked, momentum)
-    arguments = Arguments(None, None, *running, eps)
-    _, *statistics = _autograd.normalize(no_input, totals, arguments, group, layer, None)
+    written = [tensor for tensor in running if tensor is not None]
+    if written:
+        torch.autograd.graph.increment_version(written)
     mean, invstd, count = statistics
     return mean, invstd, count
 
@@ -359,17 +358,15 @@ def _(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layer = identity_from(identity)
-    _, sums, grad_weight, grad_bias, _ = sync.start_backward(
-        grad_output,
-        input,
-        mean,
-        invstd,
-        weight_dtype,
-        bias_dtype,
-        sync.group_named(group_name, layer),
-        layer,
-        mask=mask,
-    )
+    step = Pass(sync.group_named(group_name, layer), layer, "backward", input)
+    with step:
+        input = tensors.as_dense(input)
+        grad_output = tensors.as_dense(grad_output, like=input)
+        dtypes = (weight_dtype, bias_dtype)
+        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
+            grad_output, input, mean, invstd, *dtypes, *step.tail, mask=mask
+        )
+    step.meet(sums)
     return sums, grad_weight, grad_bias
 
 

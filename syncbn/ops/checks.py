@@ -18,51 +18,55 @@ _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _VECTOR_DTYPES = {dtype: (torch.float32, dtype, torch.float64) for dtype in _FLOAT_DTYPES}
 
 
-def check_training(input: Tensor, arguments: Arguments, *, alone: bool) -> None:
-    """Make all checks of a training pass; ``alone`` is a process without other ranks.
+def check_training(input: Tensor, arguments: Arguments, *, single_process: bool) -> None:
+    """Make the checks of a training pass.
 
-    Raises:
-        TypeError, ValueError, NotImplementedError: As the checks below do.
-    """
-    check_no_transform()
-    # Almost always nothing is wrong, which takes a fraction of the time to see.
-    if (
-        _is_input_ordinary(input, arguments)
-        and _are_vectors_ordinary(input, arguments)
-        and not (alone and input.numel() == input.size(1))
-    ):
-        return
-    check_local(input)
-    check_input(input, arguments.num_features, arguments.dims)
-    check_channel_vectors(input, arguments)
-    check_running(arguments)
-    check_not_expanded(arguments)
-    check_followers(input, arguments)
-    check_mask(input, arguments.mask)
-    check_eps(arguments.eps)
-    if arguments.momentum is not None or arguments.num_batches_tracked is None:
-        check_momentum(arguments.momentum)
-    if alone:
-        check_more_than_one_value(input)
-
-
-def check_before_operator(input: Tensor, arguments: Arguments) -> None:
-    """Make the checks of a training pass without other ranks that its operator leaves out.
-
-    After an error of the operator :func:`check_training` says in better words what is wrong. In a
-    group that would be too late: ranks have met by then. The operators of
+    Of a single process the joined operator makes a part of them: :func:`explain`. In a group that
+    would be too late, because the ranks have met by then. The operators of
     :mod:`syncbn.ops.fallback` check nothing.
 
     Raises:
         TypeError, ValueError, NotImplementedError: As the checks below do.
     """
     check_no_transform()
-    if not (
-        _is_ordinary(input, arguments)
-        and input.device.type in _extension.device_types
-        and input.numel() != input.shape[1]
-    ):
-        check_training(input, arguments, alone=True)
+    if _is_ordinary(input, arguments):
+        # Almost always nothing is wrong, which takes a fraction of the time to see.
+        if single_process:
+            if input.numel() != input.size(1) and input.device.type in _extension.device_types:
+                return
+        elif _is_input_ordinary(input) and _are_vectors_ordinary(input, arguments):
+            return
+    check_all(input, arguments, single_process=single_process)
+
+
+def check_all(input: Tensor, arguments: Arguments, *, single_process: bool) -> None:
+    """Make all checks of a training pass.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As the checks below do.
+    """
+    check_no_transform()
+    check_local(input)
+    check_input(input, arguments.num_features, arguments.dims)
+    check_channel_vectors(input, arguments)
+    check_running(arguments)
+    check_not_expanded(arguments)
+    check_epilogue(input, arguments)
+    check_mask(input, arguments.mask)
+    check_eps(arguments.eps)
+    if arguments.momentum is not None or arguments.num_batches_tracked is None:
+        check_momentum(arguments.momentum)
+    if single_process:
+        check_more_than_one_value(input)
+
+
+def explain(error: Exception, input: Tensor, arguments: Arguments) -> Exception:
+    """Return the checks' error for arguments that an operator has refused, or its own error."""
+    try:
+        check_all(input, arguments, single_process=True)
+    except (TypeError, ValueError, NotImplementedError) as found:
+        return found
+    return error
 
 
 def check_evaluation(input: Tensor, arguments: Arguments) -> None:
@@ -71,23 +75,23 @@ def check_evaluation(input: Tensor, arguments: Arguments) -> None:
     Raises:
         TypeError, ValueError: As the checks below do.
     """
-    if _is_input_ordinary(input, arguments) and _are_vectors_ordinary(input, arguments):
+    if (
+        _is_ordinary(input, arguments)
+        and _is_input_ordinary(input)
+        and _are_vectors_ordinary(input, arguments)
+    ):
         return
     check_input(input, arguments.num_features, arguments.dims)
     check_channel_vectors(input, arguments)
     check_running(arguments)
-    check_followers(input, arguments)
+    check_epilogue(input, arguments)
     check_mask(input, arguments.mask)
     check_eps(arguments.eps)
 
 
-def _is_input_ordinary(input: Tensor, arguments: Arguments) -> bool:
-    """Return whether the checks of all but the vectors surely pass; they may pass if not."""
-    return (
-        _is_ordinary(input, arguments)
-        and input.layout is torch.strided
-        and input.dtype in _VECTOR_DTYPES
-    )
+def _is_input_ordinary(input: Tensor) -> bool:
+    """Return whether the checks of layout and dtype surely pass; they may pass if not."""
+    return input.layout is torch.strided and input.dtype in _VECTOR_DTYPES
 
 
 def _is_ordinary(input: Tensor, arguments: Arguments) -> bool:
@@ -142,7 +146,7 @@ def _are_vectors_ordinary(input: Tensor, arguments: Arguments) -> bool:
 
 def _are_others_ordinary(input: Tensor, arguments: Arguments) -> bool:
     try:
-        check_followers(input, arguments)
+        check_epilogue(input, arguments)
         check_mask(input, arguments.mask)
     except (TypeError, ValueError):
         return False
@@ -273,7 +277,7 @@ def check_not_expanded(arguments: Arguments) -> None:
             )
 
 
-def check_followers(input: Tensor, arguments: Arguments) -> None:
+def check_epilogue(input: Tensor, arguments: Arguments) -> None:
     """Check residual and activation against a checked input.
 
     Raises:

@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import _compat, ops
 from syncbn._compat import check_module
-from syncbn.distributed import collectives, sync
+from syncbn.distributed import abort, collectives, sync
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity
-from syncbn.distributed.protocol import history_of
+from syncbn.distributed.protocol import group_state
 from syncbn.modules import SyncBatchNorm
 from syncbn.utils.freeze import layers_of
 
@@ -140,16 +140,16 @@ def recompute_statistics(
         return
     groups = _groups_of(layers.values())
     for group in groups:
-        history_of(group).compare_anew()
+        group_state(group).num_comparisons = 0
     # A group in which this rank fails from now on has heard of it.
-    failures = {group: history_of(group).num_failures for group in groups}
+    failures = {group: group_state(group).num_failures for group in groups}
     try:
         populations = {name: Population(layer) for name, layer in layers.items()}
         with _kept_buffers(model), _observed(layers, populations), _eager(model):
             _run(model, batches, forward, list(populations.values()), groups)
     except Exception as error:
         unaware = [group for group, number in failures.items() if _num_failures(group) == number]
-        sync.between_passes(error, unaware)
+        abort.abort_next_pass(error, unaware)
         raise
     incomplete = [
         f"{name!r} ({what})"
@@ -165,7 +165,7 @@ def recompute_statistics(
 
 
 def _num_failures(group: ProcessGroup) -> int:
-    return history_of(group).num_failures
+    return group_state(group).num_failures
 
 
 def _layers_to_recompute(model: nn.Module) -> dict[str, SyncBatchNorm]:
@@ -192,7 +192,7 @@ def _layers_to_recompute(model: nn.Module) -> dict[str, SyncBatchNorm]:
             )
     except ValueError as error:
         default = collectives.resolve_group(None)
-        sync.between_passes(error, [] if default is None else [default])
+        abort.abort_next_pass(error, [] if default is None else [default])
         raise
     return {
         name: layer for name, layer in layers.items() if collectives.is_member(layer.process_group)

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from ranks import Ranks
 from torch import nn
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_statistics, sync_batch_norm
-from syncbn.distributed import protocol, sync
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, recompute_statistics, sync_batch_norm
+from syncbn.distributed import abort, protocol, sync
 from syncbn.distributed.layer_id import Identity
-from syncbn.distributed.protocol import Report, history_of
+from syncbn.distributed.protocol import group_state
+from syncbn.distributed.store import PassReport
+from syncbn.ops import batch_norm
 
 CPU = torch.device("cpu")
 
@@ -108,11 +110,11 @@ def test_ranks_part_with_inputs_of_a_tensor_subclass(backward):
 def keep_nothing(rank, world_size, steps):
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3)))
     store = dist.group.WORLD.get_group_store()
-    history = history_of(dist.group.WORLD)
+    state = group_state(dist.group.WORLD)
     kept = []
     for number in range(steps):
         if number in (2, steps - 1):
-            sizes = [len(record.sizes) for record in history.records.values()]
+            sizes = [len(record.sizes) for record in state._records.values()]
             kept.append((store.num_keys(), sizes))
         model(torch.rand(2, 3)).sum().backward()
     return kept
@@ -132,7 +134,7 @@ def make_layers_all_the_time(rank, world_size):
         step(SyncBatchNorm(3), SyncBatchNorm(4))
         if number in (30, 59):
             keys.append(store.num_keys())
-    return keys, len(history_of(dist.group.WORLD).records)
+    return keys, len(group_state(dist.group.WORLD)._records)
 
 
 def test_new_layers_in_each_step_do_not_fill_the_store_or_the_memory():
@@ -143,11 +145,11 @@ def test_new_layers_in_each_step_do_not_fill_the_store_or_the_memory():
 
 def compare_in_the_store(rank, world_size):
     group = dist.group.WORLD
-    history = history_of(group)
+    state = group_state(group)
     found = []
     for size in (10, 18, 34 + 2 * rank):
-        record = history.record(Identity(""), "forward")
-        found.append(history.enter(record, size, group, CPU))
+        record = state.record(Identity(""), "forward")
+        found.append(state.enter(record, size, CPU))
         dist.all_reduce(torch.ones(1))
     return found
 
@@ -162,7 +164,7 @@ def test_comparison_finds_who_differs_and_only_then():
     other = last.index(None)
     assert report.size == 34 + 2 * other
     assert report.rank == other
-    assert report.words == f"runs the forward pass of a layer with {15 + other} channels"
+    assert report.text == f"runs the forward pass of a layer with {15 + other} channels"
 
 
 class Group:
@@ -194,9 +196,9 @@ def test_second_group_of_a_name_is_not_mistaken_for_the_first():
     store = dist.HashStore()
     for size in (10, 18):
         group = Group(store)
-        history = history_of(group)
-        record = history.record(Identity(""), "forward")
-        assert history.enter(record, size, group, CPU) is None
+        state = group_state(group)
+        record = state.record(Identity(""), "forward")
+        assert state.enter(record, size, CPU) is None
 
 
 class CountingStore(dist.HashStore):
@@ -210,23 +212,23 @@ class CountingStore(dist.HashStore):
 @pytest.mark.parametrize(("num_ranks", "requests"), [(1024, 6), (1025, 2)])
 def test_many_ranks_compare_each_size_once(num_ranks, requests):
     group = Group(CountingStore(), num_ranks)
-    history = history_of(group)
+    state = group_state(group)
     for size in (10, 10, 18, 18, 10, 18):
-        history.enter(history.record(Identity(""), "forward"), size, group, CPU)
+        state.enter(state.record(Identity(""), "forward"), size, CPU)
     assert group.store.requests == requests
 
 
 @pytest.mark.parametrize("words", ["", "with several words"])
 def test_report_survives_the_store(words):
-    report = Report(9, 17, 1, words)
-    assert Report.parse(report.encode().encode()) == report
+    report = PassReport(9, 17, 1, words)
+    assert PassReport.parse(report.encode().encode()) == report
 
 
 def expect_different_sizes(rank, world_size):
     """Rank 1 has made other steps with the layer before, which no rank heard."""
     group, layer, other = dist.group.WORLD, SyncBatchNorm(3), SyncBatchNorm(4)
-    history = history_of(group)
-    history.record(layer._syncbn.identity, "forward").follow(10 + 2 * rank)
+    state = group_state(group)
+    state.record(layer._syncbn.identity, "forward").add_size(10 + 2 * rank)
     with sizes_sent() as sizes:
         layer(torch.rand(2, 3))
         other(torch.rand(2, 4))
@@ -335,25 +337,25 @@ def test_rank_aborts_where_others_do_not_ask():
 
 def test_double_backward_passes_are_not_of_channels():
     group = Group(dist.HashStore())
-    history = history_of(group)
-    history.size = 13
-    report = history.report(history.record(Identity("body.bn1"), "double backward"), group)
-    assert report.words == "runs the double backward pass of layer 'body.bn1'"
+    state = group_state(group)
+    state.size = 13
+    report = state.report(state.record(Identity("body.bn1"), "double backward"))
+    assert report.text == "runs the double backward pass of layer 'body.bn1'"
     assert protocol.same_channels(report, report._replace(size=10))
 
 
 def read_the_tags_of_a_recomputation(rank, world_size):
     group, layer = dist.group.WORLD, Identity("body.bn1")
-    history = history_of(group)
-    first, again = (history.record(layer, way) for way in ("forward", "recomputation"))
-    other = history.record(Identity("body.bn2"), "forward")
+    state = group_state(group)
+    first, again = (state.record(layer, way) for way in ("forward", "recomputation"))
+    other = state.record(Identity("body.bn2"), "forward")
     message = torch.zeros(10).double()
     for fingerprint in (2 * first.fingerprint, 2 * again.fingerprint):
         message[-3] = fingerprint
-        sync.judge(message, group, again)
+        sync.Pass(group, layer, "recomputation").verify(message)
     message[-3] = other.fingerprint + again.fingerprint
     with pytest.raises(RuntimeError, match="this rank runs the recomputation of layer 'body.bn1'"):
-        sync.judge(message, group, again)
+        sync.Pass(group, layer, "recomputation").verify(message)
     return True
 
 
@@ -387,13 +389,13 @@ def hear_late(rank, world_size, status, name, direction):
     """As an operator on CUDA would have noted it in a pass before."""
     layer, group = SyncBatchNorm(3), dist.group.WORLD
     layer._syncbn = layer._syncbn.with_name(name)
-    history = history_of(group)
-    fingerprint = history.record(layer._syncbn.identity, direction).fingerprint
-    history.status(CPU).note.fill_(status * world_size * fingerprint)
+    state = group_state(group)
+    fingerprint = state.record(layer._syncbn.identity, direction).fingerprint
+    state.status(CPU).note.fill_(status * world_size * fingerprint)
     with pytest.raises(RuntimeError) as error:
-        sync._look_back(group)
-    sync._look_back(group)  # says it once
-    del history.statuses[CPU]
+        sync._raise_earlier_failure(state)
+    sync._raise_earlier_failure(state)  # says it once
+    del state._statuses[CPU]
     return str(error.value)
 
 
@@ -410,18 +412,18 @@ def stop_at_different_passes(rank, world_size, others):
     """As over NCCL: a rank's host has started as many more passes as its number."""
     group, layer = dist.group.WORLD, SyncBatchNorm(3)
     step(layer)
-    history = history_of(group)
+    state = group_state(group)
     started = []
     for size in (10, 12, 14)[:rank]:
-        history.num_passes += 1
-        history.sizes_sent.append(size)
+        state.store.num_passes += 1
+        state.sizes_sent.append(size)
         message = torch.ones(size, dtype=torch.float64)
         started.append(dist.all_reduce(message, async_op=True))
     if others and rank == 2:  # a collective of DistributedDataParallel
         dist.all_reduce(torch.ones(1), async_op=True)
     if rank == 2:
         time.sleep(2)
-    settled = sync.settle(group, CPU, "words" if rank == 0 else "", timedelta(seconds=20))
+    settled = abort.align(state, CPU, "words" if rank == 0 else "", timedelta(seconds=20))
     if others:
         with pytest.raises(RuntimeError, match="since then the ranks .* numbers of passes: ranks"):
             layer(torch.rand(2, 3))
@@ -448,20 +450,20 @@ def stop_late(rank, world_size):
     """Rank 1 does not hear of the failure of rank 0 in the time that that waits."""
     group, layer = dist.group.WORLD, SyncBatchNorm(3)
     step(layer)
-    history_of(group).is_apart = rank == 0
+    group_state(group).is_misaligned = rank == 0
     dist.barrier()
     if rank == 1:
         time.sleep(3)
-        sync.settle(group, CPU)
+        abort.align(group_state(group), CPU)
         step(layer)
         return ""
-    settled = sync.settle(group, CPU, patience=timedelta(seconds=1))
+    settled = abort.align(group_state(group), CPU, timeout=timedelta(seconds=1))
     step(layer)  # waits for rank 1
     return settled.hindrance
 
 
 def test_rank_that_has_failed_waits_for_the_others_before_its_next_pass(two_ranks):
-    assert two_ranks.run(stop_late) == ["rank 1 has not heard of it yet", ""]
+    assert two_ranks.run(stop_late) == ["rank 1 does not know of it yet", ""]
 
 
 def run_out_after_the_sum_and_go_on(rank, world_size):
@@ -472,7 +474,7 @@ def run_out_after_the_sum_and_go_on(rank, world_size):
     if rank == 1:
         no_memory = torch.OutOfMemoryError("CUDA out of memory.")
         with (
-            mock.patch.object(ops, "_batch_norm_apply", side_effect=no_memory),
+            mock.patch.object(batch_norm, "_batch_norm_apply", side_effect=no_memory),
             pytest.raises(torch.OutOfMemoryError),
         ):
             step(*layers)

@@ -17,7 +17,7 @@ from ranks import Failure, Ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 from syncbn import SyncBatchNorm
-from syncbn.distributed import sync
+from syncbn.ops import tensors
 
 
 class Count:
@@ -227,7 +227,7 @@ def interrupt_before_the_sum(rank, world_size):
         time.sleep(5)
         return None
     with (
-        mock.patch.object(sync.layout, "as_dense", side_effect=KeyboardInterrupt),
+        mock.patch.object(tensors, "as_dense", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
         SyncBatchNorm(3)(torch.rand(4, 3))

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
-from syncbn.distributed.protocol import history_of
+from syncbn.distributed.protocol import group_state
 
 pytestmark = pytest.mark.cuda
 
@@ -153,7 +153,7 @@ def fail_and_go_on(rank, world_size, what, num_ahead):
     for number, layer in enumerate(layers):
         layer._syncbn = layer._syncbn.with_name(f"bn{number}")
     inputs = [torch.rand(4, layer.num_features) for layer in layers]
-    history = history_of(dist.group.WORLD)
+    state = group_state(dist.group.WORLD)
 
     def step():
         sum(layer(x).sum() for layer, x in zip(layers, inputs, strict=True)).backward()
@@ -168,7 +168,7 @@ def fail_and_go_on(rank, world_size, what, num_ahead):
         layers[first](inputs[first])
         for layer, x in zip(layers[1:][: 0 if rank == 1 else num_ahead], inputs[1:], strict=False):
             layer(x)
-        while history.noted() == 0:  # the device goes on meanwhile, and is not waited for
+        while state.read_statuses() == 0:  # the device goes on meanwhile, and is not waited for
             time.sleep(0.01)
         layers[3](inputs[3])
     one = torch.ones(1).item()  # of no concern to the group
@@ -210,7 +210,7 @@ def fail_last(rank, world_size):
         return True
     layer(x)
     torch.cuda.synchronize()
-    with pytest.raises(RuntimeError, match="said in a later pass because the host does not wait"):
+    with pytest.raises(RuntimeError, match="raised in a later pass because the host does not wait"):
         layer(x)
     return bool(torch.ones(1).item())
 

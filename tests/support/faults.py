@@ -31,7 +31,7 @@ from fault_case import (
 )
 from trial import hold
 
-from syncbn import ops
+from syncbn.ops import batch_norm
 
 # Errors on one rank.
 
@@ -67,13 +67,13 @@ def catch_and_go_on(training, where):
 def run_out(stage):
     """Let the next call of an operator find no memory."""
     name = f"_batch_norm_{stage}"
-    original = getattr(ops, name)
+    original = getattr(batch_norm, name)
 
     def refuse(*args):
-        setattr(ops, name, original)
+        setattr(batch_norm, name, original)
         raise RuntimeError("CUDA out of memory. syncbn tried to allocate 8 bytes on device 0")
 
-    setattr(ops, name, refuse)
+    setattr(batch_norm, name, refuse)
 
 
 def run_out_before(training, where):

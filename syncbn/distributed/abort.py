@@ -1,0 +1,204 @@
+"""Aborted passes: a rank that fails makes the other ranks of its group fail soon.
+
+It takes part in the collective that the others wait in, with a count of NaN. Over NCCL, where hosts
+do not wait for the sums, each rank learns of a failure some passes later, at the pass that its own
+host happens to make. Then the ranks align: each writes how many passes it has made, and those that
+are behind abort passes until all have made as many.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from syncbn import _compat
+from syncbn.distributed import collectives
+from syncbn.distributed.collectives import ProcessGroup, Work
+from syncbn.distributed.protocol import GroupState, group_state
+
+__all__ = ["Alignment", "abort_next_pass", "abort_pass", "align", "take_part"]
+
+
+# For ranks whose hosts are busy elsewhere and do not know of the failure yet.
+_ALIGN_TIMEOUT = timedelta(seconds=5)
+
+
+def abort_pass(
+    error: Exception, state: GroupState, size: int | None, device: torch.device | None
+) -> None:
+    """Abort the pass that this rank is to make, so that the others fail and do not wait.
+
+    ``size`` and ``device`` are those of the message that it would have sent, if known.
+    """
+    _finish(_start(error, state, size, device))
+
+
+def abort_next_pass(error: Exception, groups: Iterable[ProcessGroup]) -> None:
+    """Abort whichever pass the other ranks of these groups make next.
+
+    Starts in all groups before it waits for any: the others may wait in any of them.
+    """
+    for started in [_start(error, group_state(group), None, None) for group in groups]:
+        _finish(started)
+
+
+class _Started(NamedTuple):
+    state: GroupState
+    device: torch.device
+    text: str  # of the error
+    work: Work | None
+    aligns: bool  # whether the other ranks align once they know
+
+
+# Torch 2.15 refuses to compile code that looks at a group's devices.
+@_compat.uncompiled
+def _start(
+    error: Exception, state: GroupState, size: int | None, device: torch.device | None
+) -> _Started:
+    """Write why this rank aborts the pass, and start to take part in its collective."""
+    group = state.group
+    device = collectives.likely_device(group, device)
+    is_asynchronous = state.is_asynchronous(device)
+    text, work, has_failed = "", None, False
+    # An error in here must not hide the error of the rank.
+    with (
+        _no_trace(),
+        _compat.without_dispatch_modes(),
+        contextlib.suppress(RuntimeError, ValueError),
+    ):
+        # If a rank has failed before, it waits in no pass for this one.
+        has_failed = state.is_misaligned or state.read_statuses() != 0
+        if not has_failed:
+            state.store.num_passes += 1
+            text = state.report_abort(error)
+            size = state.size_to_abort(size, text, device)
+            state.sizes_sent.append(size)
+            if size:
+                work = collectives.start_sum(_aborting_message(size, device), group)
+    state.forget()
+    aligns = is_asynchronous and (has_failed or work is not None)
+    return _Started(state, device, text, work, aligns)
+
+
+@_compat.uncompiled
+def _finish(started: _Started) -> None:
+    """Wait until the others know that this rank aborts the pass."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        if started.aligns:
+            align(started.state, started.device, started.text)
+        elif started.work is not None:
+            started.work.wait()
+
+
+def take_part(state: GroupState, size: int, device: torch.device) -> None:
+    """Take part in the collective of the other ranks, which aborts it."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        collectives.all_reduce_sum(_aborting_message(size, device), state.group)
+
+
+def _aborting_message(size: int, device: torch.device) -> Tensor:
+    message = torch.zeros(size, dtype=torch.float64, device=device)
+    message[-4] = torch.nan  # the count
+    return message
+
+
+@contextlib.contextmanager
+def _no_trace() -> Iterator[None]:
+    """Suspend torch.jit.trace, which refuses calls that it does not know."""
+    state = _compat.jit_tracing_state()
+    if state is None:  # where it cannot be set, as inside of an operator
+        yield
+        return
+    _compat.set_jit_tracing_state(None)
+    try:
+        yield
+    finally:
+        _compat.set_jit_tracing_state(state)
+
+
+# Over NCCL.
+
+
+class _Stop(NamedTuple):
+    """The pass that the host of a rank had come to when it learned of a failure."""
+
+    num_passes: int
+    num_others: int  # collectives in the group that are not of passes
+    sizes: list[int]  # of the latest messages
+    text: str  # the error of a rank that failed by itself, or empty
+
+    @classmethod
+    def parse(cls, encoded: str) -> "_Stop":
+        """Return the stop that :meth:`encode` has encoded."""
+        numbers, others, sizes, text = encoded.split(" ", 3)
+        return cls(int(numbers), int(others), [int(size) for size in sizes.split(",")], text)
+
+    def encode(self) -> str:
+        """Return the stop as text, for the store."""
+        sizes = ",".join(map(str, self.sizes))
+        return f"{self.num_passes} {self.num_others} {sizes} {self.text}"
+
+
+class Alignment(NamedTuple):
+    """The result of :func:`align`."""
+
+    cause: str  # the rank that failed by itself and its error; empty if not known
+    hindrance: str  # why the ranks have not made as many passes; empty if they have
+
+
+@_compat.uncompiled
+def align(
+    state: GroupState,
+    device: torch.device,
+    text: str = "",
+    timeout: timedelta | None = _ALIGN_TIMEOUT,
+) -> Alignment:
+    """Bring all ranks to the same number of passes, after a failure that they learned of late.
+
+    Each writes how many passes it has made, and those that are behind abort passes, which the
+    devices of the others wait in. A ``timeout`` of None is the store's. If the others do not come,
+    this rank makes no pass before they have.
+    """
+    state.is_misaligned = True
+    state.clear_statuses()
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return Alignment("", "a graph is being captured")
+    try:
+        stops = _exchange_stops(state, device, text, timeout)
+    except RuntimeError as error:
+        return Alignment("", f"the group's store failed: {error}")
+    cause = next((f"rank {rank}: {stop.text}" for rank, stop in stops.items() if stop.text), "")
+    absent = {*range(state.num_ranks)} - {*stops}
+    if absent:
+        return Alignment(cause, f"rank {min(absent)} does not know of it yet")
+    ahead = max(stops.values())
+    num_behind = ahead.num_passes - state.store.num_passes
+    if num_behind > len(ahead.sizes) or len({stop.num_others for stop in stops.values()}) > 1:
+        return Alignment(
+            cause,
+            "ranks have gone on to collectives that are not of SyncBatchNorm layers, such as "
+            "those of DistributedDataParallel",
+        )
+    for size in ahead.sizes[len(ahead.sizes) - num_behind :]:
+        if size:
+            collectives.start_sum(_aborting_message(size, device), state.group)
+    state.store.num_passes = ahead.num_passes
+    state.num_alignments += 1
+    state.is_misaligned = False
+    return Alignment(cause, "")
+
+
+def _exchange_stops(
+    state: GroupState, device: torch.device, text: str, timeout: timedelta | None
+) -> dict[int, _Stop]:
+    """Return the stops of the ranks that come in time, by rank."""
+    num_others = 0
+    with contextlib.suppress(RuntimeError):  # of a backend that does not count them
+        num_operations = collectives.count_operations(state.group, device)
+        num_others = num_operations - state.store.num_passes
+    own = _Stop(state.store.num_passes, num_others, [*state.sizes_sent], text).encode()
+    notes = state.store.exchange(state.num_alignments, own, state.group, timeout)
+    return {rank: _Stop.parse(note) for rank, note in notes.items()}

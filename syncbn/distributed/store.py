@@ -1,0 +1,174 @@
+"""Notes that the ranks of a group leave each other in the group's store: reports and decisions."""
+
+import contextlib
+from collections import deque
+from datetime import timedelta
+from typing import NamedTuple
+
+from syncbn import _compat
+from syncbn.distributed import collectives
+from syncbn.distributed.collectives import ProcessGroup
+
+__all__ = ["GroupStore", "PassReport"]
+
+
+# The ranks come out of the same collective, but some may be busy.
+_REPORT_TIMEOUT = timedelta(seconds=5)
+# For ranks that switch to another message size together: in a training they arrive within less.
+_SWITCH_TIMEOUT = timedelta(seconds=1)
+
+
+class PassReport(NamedTuple):
+    """The pass of one rank, for the other ranks: size and fingerprint of its message, and a text.
+
+    The fingerprint of a rank that has aborted is 0, and the text is its error; the size is 0 if the
+    rank does not know which size the others send.
+    """
+
+    size: int
+    fingerprint: int
+    rank: int
+    text: str
+
+    @classmethod
+    def parse(cls, encoded: bytes) -> "PassReport":
+        """Return the report that :meth:`encode` has encoded."""
+        size, fingerprint, rank, text = encoded.decode().split(" ", 3)
+        return cls(int(size), int(fingerprint), int(rank), text)
+
+    def encode(self) -> str:
+        """Return the report as text."""
+        return " ".join(map(str, self))
+
+
+class GroupStore:
+    """The store of a group. Without one, as MPI's groups are, a rank finds no notes."""
+
+    def __init__(self, group: ProcessGroup, *, keeps_keys: bool) -> None:
+        self._store = collectives.store_of(group)
+        # Groups that have had the same store, one after the other, use different keys.
+        self._prefix = f"syncbn/{self._count_groups(group)}"
+        # Whether this rank may be passes ahead of another that has yet to read its notes.
+        self._keeps_keys = keeps_keys
+        # The keys that this rank has written, each with the number of its pass.
+        self._keys: deque[tuple[int, str]] = deque()
+        # The number of passes that this rank has made in the group, aborted ones included.
+        self.num_passes = 0
+
+    # Compilers, which trace on behind a break of their graph, refuse code that touches a store.
+    @_compat.uncompiled
+    def _count_groups(self, group: ProcessGroup) -> int:
+        """Return how many groups of this rank have had the group's store, this one included."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                return int(self._store.add(f"syncbn/groups of rank {group.rank()}", 1))
+        return 0
+
+    def write_first(self, report: PassReport, num_operations: int | None) -> PassReport | None:
+        """Write a report, if this rank is the first to do so at this pass; return the first one.
+
+        ``num_operations`` is the number of operations that the group's backend has counted: ranks
+        meet here if all their backends have counted as many. Sends between some ranks make the
+        numbers differ; such ranks find only their own reports.
+
+        Returns:
+            None without a store or a number.
+        """
+        if self._store is None or num_operations is None:
+            return None
+        key = self._key_of_operation(num_operations)
+        return PassReport.parse(self._store.compare_set(key, "", report.encode()))
+
+    def all_switch(self, message: str, num_operations: int | None, num_ranks: int) -> bool:
+        """Whether all ranks are to send this message, of another size than was expected.
+
+        Waits a moment for the other ranks, which may as well wait in the collective of the expected
+        size. ``num_operations`` as in :meth:`write_first`.
+        """
+        if self._store is None or num_operations is None:
+            return False
+        counter = self._key_of_operation(num_operations, f"/{message}")
+        decision = self._key_of_operation(num_operations, "/all switch")
+        if self._store.add(counter, 1) == num_ranks:
+            return bool(self._store.compare_set(decision, "", "yes") == b"yes")
+        with contextlib.suppress(RuntimeError):  # the time has passed
+            self._store.wait([decision], _SWITCH_TIMEOUT)
+        return bool(self._store.compare_set(decision, "", "no") == b"yes")
+
+    def write_abort(self, report: PassReport) -> None:
+        """Write why this rank aborts the pass, before it does."""
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None:
+                self._store.compare_set(self._key_of_pass("aborted"), "", report.encode())
+
+    def read_abort(self) -> PassReport | None:
+        """Return the report of a rank that has aborted the pass; None if there is none."""
+        key = self._key_of_pass("aborted", is_written=False)
+        with contextlib.suppress(RuntimeError):
+            if self._store is not None and self._store.check([key]):
+                return PassReport.parse(self._store.get(key))
+        return None
+
+    def read_different(self, own: PassReport) -> PassReport | None:
+        """Return the report of a rank that makes another pass than this rank; None if not known.
+
+        All ranks call this. The first rank writes its report, the first rank with another pass
+        writes a second one, and each reads the one that differs from its own.
+        """
+        with contextlib.suppress(RuntimeError):
+            if self._store is None:
+                return None
+            second = self._key_of_pass("second")
+            first = self._store.compare_set(self._key_of_pass("first"), "", own.encode())
+            report = PassReport.parse(first)
+            if (report.size, report.fingerprint) != (own.size, own.fingerprint):
+                self._store.compare_set(second, "", own.encode())
+                return report
+            self._store.wait([second], _REPORT_TIMEOUT)
+            return PassReport.parse(self._store.get(second))
+        return None
+
+    def exchange(
+        self, number: int, own: str, group: ProcessGroup, timeout: timedelta | None
+    ) -> dict[int, str]:
+        """Write this rank's note on failure ``number``; return those that come in time, by rank.
+
+        The timeout is the store's where it is None.
+
+        Raises:
+            RuntimeError: The store fails, or there is none.
+        """
+        store = self._store
+        if store is None:
+            raise RuntimeError("the group has none")
+        keys = [f"{self._prefix}/failure {number}/{rank}" for rank in range(group.size())]
+        if not store.check([keys[group.rank()]]):
+            store.set(keys[group.rank()], own)
+        with contextlib.suppress(RuntimeError):  # the time has passed
+            store.wait(keys, *([] if timeout is None else [timeout]))
+        return {
+            rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])
+        }
+
+    def _key_of_pass(self, word: str, *, is_written: bool = True) -> str:
+        key = f"{self._prefix}/pass {self.num_passes}/{word}"
+        if is_written:
+            self._remember(key)
+        return key
+
+    def _key_of_operation(self, num_operations: int, word: str = "") -> str:
+        key = f"{self._prefix}/{num_operations}/{self.num_passes}{word}"
+        self._remember(key)
+        return key
+
+    def _remember(self, key: str) -> None:
+        """Note a key that this pass writes, and delete those of passes that all ranks have left.
+
+        This rank has left the collective of the last pass, so all ranks have left the pass before.
+        """
+        if self._keeps_keys or self._store is None:
+            return
+        while self._keys and self._keys[0][0] < self.num_passes - 1:
+            with contextlib.suppress(RuntimeError):  # of stores that cannot
+                self._store.delete_key(self._keys.popleft()[1])
+        self._keys.append((self.num_passes, key))
