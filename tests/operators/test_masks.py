@@ -294,11 +294,11 @@ def test_devices_whose_operators_take_no_mask(monkeypatch, dtype, layout, ratio)
         return message, output, mean, invstd, count, *grads, *sums, dz
 
     expected = run()
-    monkeypatch.setattr(ops, "_as_keyword", lambda mask, input: {})
+    monkeypatch.setattr("syncbn.ops.batch_norm._as_keyword", lambda mask, input: {})
     with NoSynchronization():
         actuals = run()
     for actual, right in zip(actuals, expected, strict=True):
-        # Float sums of squares of values that are a few standard deviations from what fills them,
-        # 1e-6 of which the message's own rounding is 1.1e-16 * ratio²; then a rounding to dtype.
+        # Float sums of squares, of deviations from the fill values: 1e-6, with the message's rounding
+        # of 1.1e-16 * ratio². Then a rounding to dtype.
         eps = 2 * torch.finfo(actual.dtype).eps if actual.dim() > 1 else 0.0
         torch.testing.assert_close(actual, right, rtol=2e-6 + eps, atol=2e-6 * ratio + eps)

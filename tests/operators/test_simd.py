@@ -53,7 +53,7 @@ def test_operators_are_right_with_each_instruction_set(level, tests_with):
     highest = build_info["instruction_set"]
     if level not in tests_with:
         pytest.skip(f"this processor has {highest} at most, with which all other tests run")
-    code = "from syncbn._extension import build_info; print(build_info['instruction_set'])"
+    code = "from syncbn.ops._extension import build_info; print(build_info['instruction_set'])"
     assert run_with(level.lower(), "-c", code).stdout.split() == [level]
     tests = tests_with[level].result()
     assert tests.returncode == 0, tests.stdout
