@@ -298,7 +298,7 @@ def test_devices_whose_operators_take_no_mask(monkeypatch, dtype, layout, ratio)
     with NoSynchronization():
         actuals = run()
     for actual, right in zip(actuals, expected, strict=True):
-        # Float sums of squares, of deviations from the fill values: 1e-6, with the message's rounding
-        # of 1.1e-16 * ratio². Then a rounding to dtype.
+        # 1e-6 of float sums of squares, of deviations from the fill values, and of the message's
+        # own rounding, 1.1e-16 * ratio²; then a rounding to dtype.
         eps = 2 * torch.finfo(actual.dtype).eps if actual.dim() > 1 else 0.0
         torch.testing.assert_close(actual, right, rtol=2e-6 + eps, atol=2e-6 * ratio + eps)
