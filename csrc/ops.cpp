@@ -71,7 +71,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   //   sums         [2C], or [2C+4] with a fingerprint: sum of dz per channel, sum of dz * xhat per
   //                channel, with xhat = (x - mean) * invstd. Ranks add them up. dz is grad_output
   //                or, with an activation, grad_output times the activation's derivative at z.
-  //   constants    those of batch_norm_apply; with an activation, and only then.
+  //   constants    output of batch_norm_apply; given with an activation, and only then.
   //   grad_weight, grad_bias
   //                [C]: the same sums of this rank, in weight_dtype and bias_dtype, two floating
   //                dtypes.
@@ -85,9 +85,9 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   // the residual's gradient. On CPUs it also serves SiLU without a residual: storing dz takes less
   // time than computing it again.
   //   residual, constants
-  //                with SiLU: those of batch_norm_apply.
-  //   output       with ReLU and leaky ReLU: that of batch_norm_apply, which has the sign of z.
-  //   dz           shape, dtype and layout of input. The sums are those of the unrounded dz.
+  //                given with SiLU: the same tensors as in batch_norm_apply.
+  //   output       given with ReLU and leaky ReLU: batch_norm_apply's, which has the sign of z.
+  //   dz           shape, dtype and layout of input. The sums are of the unrounded dz.
   m.def(
       "batch_norm_backward_reduce_dz(Tensor grad_output, Tensor input, Tensor mean, "
       "Tensor invstd, ScalarType weight_dtype, ScalarType bias_dtype, float? fingerprint, "
@@ -100,7 +100,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   //                as in batch_norm_apply.
   //   count        [1]: number of values per channel in the whole group.
   //   weight, constants
-  //                those of batch_norm_apply; constants with an activation, and only then.
+  //                the same as in batch_norm_apply; constants with an activation, and only then.
   //   grad_input   shape, dtype and layout of input:
   //                (dz - sum(dz) / count - xhat * sum(dz * xhat) / count) * weight * invstd.
   // If dz was stored, it is passed as grad_output, without an activation.

@@ -11,7 +11,7 @@
 
 namespace syncbn {
 
-// The numbers are those of the schemas, and of NUMBERS in syncbn/ops/epilogue.py.
+// The schemas (csrc/ops.cpp) and NUMBERS in syncbn/ops/epilogue.py have the same numbers.
 enum class Activation { kNone = 0, kRelu = 1, kLeakyRelu = 2, kSilu = 3 };
 constexpr int kNumActivations = 4;
 

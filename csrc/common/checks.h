@@ -1,4 +1,4 @@
-// The argument checks that CPU and CUDA operators share. Messages are those of the Python layer.
+// The argument checks that CPU and CUDA operators share, with the Python layer's messages.
 #pragma once
 
 #include <algorithm>

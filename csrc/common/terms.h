@@ -2,8 +2,8 @@
 // weight and the deviation x - center; center is the mean rounded to the type of the computation.
 // CUDA kernels and CPU operators share them.
 //
-// They are structs like those of formulas.h. With kStores the weights, the gradient of a tensor,
-// are written, too.
+// They are structs like the formulas of formulas.h. With kStores the weights, the gradient of a
+// tensor, are written, too.
 #pragma once
 
 #include "activations.h"

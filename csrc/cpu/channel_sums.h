@@ -122,7 +122,7 @@ struct PackSums {
   }
 };
 
-// Sums one channel of planes; `constants` are those of the channel.
+// Sums one channel of planes; `constants` are the channel's.
 template <template <typename> class Formula, typename T, typename Isa>
 SYNCBN_INLINE void planar_sums(const SummedTensors<Formula, T>& tensors, const Geometry& geometry,
                                const Task& task, const Formula<compute_t<T>>& constants,
@@ -211,7 +211,7 @@ SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t
   };
   const int64_t groups = columns.narrow() ? 0 : rows / kGroup;
   if constexpr (Formula<T>::kStores) {
-    // Measured: storing in another order than that of memory takes twice as long.
+    // Measured: stores that do not follow the order of memory take twice as long.
     alignas(64) A group_sums[2][kMaxColumns];
     for (int64_t row = 0; row < groups * kGroup; ++row) {
       for (int64_t lane = 0; lane < lanes; lane += kSize) {

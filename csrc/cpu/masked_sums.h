@@ -38,7 +38,7 @@ class ChunkMemory {
   std::unique_ptr<T[]> memory_;
 };
 
-// Sums one channel of planes. `constants` points to those of the task's channel.
+// Sums one channel of planes. `constants` points to the constants of the task's channel.
 template <template <typename> class Formula, typename T>
 void masked_planar_sums(const SummedTensors<Formula, T>& tensors, const uint8_t* mask,
                         const Fills<Formula, T>& fills, const Geometry& geometry, const Task& task,

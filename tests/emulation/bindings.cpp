@@ -1,7 +1,7 @@
 // The CUDA operators on emulated threads, for ctypes: in place of csrc/cuda's adapters.
 //
-// Each function returns an error message or nullptr. Workspaces are those of the adapters, but
-// partial sums are NaN; counters must be zero again after each launch.
+// Each function returns an error message or nullptr. Workspaces are like the adapters', but partial
+// sums are NaN; counters must be zero again after each launch.
 
 #include <cmath>
 #include <memory>

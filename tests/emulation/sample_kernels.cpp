@@ -17,8 +17,8 @@ namespace {
 
 enum Fault {
   kNone,
-  kMissingSyncthreads,        // before thread 0 reads what the warps wrote
-  kMissingSecondSyncthreads,  // before the next channel overwrites what thread 0 reads
+  kMissingSyncthreads,        // before thread 0 reads the warps' sums
+  kMissingSecondSyncthreads,  // before the next channel overwrites the sums that thread 0 reads
   kMissingThreadfence,
   kLatePartial,  // the counter says "done" before the partial sum is written
   kOutOfBoundsLane,

@@ -1,7 +1,7 @@
 // The functions of the CUDA 13 runtime that nvcc's host code calls to launch a kernel.
 //
 // nvcc compiles `kernel<<<...>>>(...)` to a call of a host function, the stub, and registers it
-// under the kernel's name. So grids, blocks and arguments are those of the real launch.
+// under the kernel's name. So the real launch sets grids, blocks and arguments.
 
 #include <map>
 

@@ -113,7 +113,7 @@ inline void store_shared(uint32_t address, Values<T, kLength> values) {
 
 // --- Global memory
 
-// The bytes that the running launch has written. An aligned access lies in one page.
+// The bytes that the running launch has written. An aligned access never crosses a page.
 class Written {
  public:
   void clear() {
