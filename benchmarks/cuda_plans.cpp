@@ -30,7 +30,7 @@ extern "C" bool find_plan(const int64_t* sizes, const int64_t* strides, int64_t 
                             plan.splits,
                             ceil_div(plan.segment, matrix ? plan.block_y : plan.block_x),
                             matrix ? plan.block_y : plan.block_x,
-                            num_readers(threads, channels, static_cast<int>(plan.splits)),
+                            num_reducing_threads(threads, channels, static_cast<int>(plan.splits)),
                             kPartialLoads,
                             matrix ? rows_in_flight(plan.vector * size_of(plan.dtype)) : kUnroll,
                             kBlocks};

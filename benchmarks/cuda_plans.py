@@ -1,9 +1,9 @@
 """A model of the CUDA kernels' times, from their plans: ``python -m benchmarks.cuda_plans``.
 
 It needs no GPU: a C++ compiler builds the plan of ``csrc/cuda/kernels/plan.h``, and a few constants
-of an H200 turn it into times. **It is a model.** It knows how many blocks there are and what each
-of them reads, in how many turns, and what the last one has to add up; it knows nothing of
-what caches keep, of instructions and registers, and of columns that a block adds up to channels.
+of an H200 turn it into times. **It is a model.** It knows the number of blocks, the bytes and turns
+of each block's loads, and the partial sums of the last block. It knows nothing of caches,
+instructions, registers, and columns that a block adds up to channels.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 # As in csrc/common/dtype.h.
 PLAN_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-# --- What is assumed
+# --- Assumptions
 
 COPY_RATE = 4.3e12 / 132  # bytes a second that a copy reads and writes, for each multiprocessor
 MOST_RATE = 2 * COPY_RATE  # of one multiprocessor whose neighbors are idle
@@ -37,13 +37,13 @@ HIDDEN = 0.5  # share of a block's latencies that the other block of its multipr
 
 
 class Kernel(NamedTuple):
-    """What a kernel moves."""
+    """The memory traffic of a kernel."""
 
     name: str
     inputs: int  # tensors that it reads
-    tensors: int  # that it reads or writes
+    tensors: int  # tensors that it reads or writes
     reduces: bool
-    # Loads of a channel's constants, each after the one before, ahead of the first value.
+    # Dependent loads of a channel's constants before the first value.
     chain: int
 
 
@@ -68,8 +68,8 @@ class Plan(NamedTuple):
     splits: int
     loads: int  # vectors of each tensor that a thread loads
     members: int  # threads that share a channel
-    readers: int  # threads of the last block that add up the partial sums of a channel
-    partial_loads: int  # that a reader has in flight
+    reducing_threads: int  # threads of the last block that add up the partial sums of a channel
+    partial_loads: int  # in flight of a reducing thread
     in_flight: int  # vectors of a thread, of all tensors
     resident: int  # blocks of a multiprocessor
 
@@ -88,13 +88,15 @@ class Plan(NamedTuple):
         """Steps of the last block, each after the one before: loads of partials, additions."""
         if self.splits == 1:
             return 0
-        return self.partial_turns + math.ceil(math.log2(self.readers))
+        return self.partial_turns + math.ceil(math.log2(self.reducing_threads))
 
     @property
     def partial_turns(self) -> int:
-        """Turns in which a reader loads partial sums."""
+        """Turns in which a reducing thread loads partial sums."""
         return (
-            math.ceil(self.splits / (self.readers * self.partial_loads)) if self.splits > 1 else 0
+            math.ceil(self.splits / (self.reducing_threads * self.partial_loads))
+            if self.splits > 1
+            else 0
         )
 
 

@@ -1,5 +1,5 @@
-// The Python module syncbn._C. Importing it registers the operators' schemas and the CPU
-// operators with torch's dispatcher; it offers what was built, and no tensor passes through it.
+// The Python module syncbn._C. Importing it registers the schemas and the CPU operators with
+// torch's dispatcher. Its one function describes the build; no tensor passes through the module.
 
 #include <pybind11/pybind11.h>
 

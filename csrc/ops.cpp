@@ -1,62 +1,63 @@
-// Every operator's schema and contract. This file tells what the library computes; csrc/cpu and
-// csrc/cuda implement it, one file for each operator, and register themselves.
+// Schemas and contracts of the operators. csrc/cpu and csrc/cuda implement and register them, one
+// file for each operator.
 //
-// Common to all:
+// Common to all operators:
 //   input        (N, C, ...) with at least 2 dimensions and C > 0; float16, bfloat16, float32 or
-//                float64; contiguous or channels-last (channel fastest), anything else is an
-//                error; N or any spatial size may be 0.
-//   channel vectors (weight, bias, running_mean, running_var)
-//                shape [C], any stride, in the input's dtype, float32 or float64.
-//   mask         bool, the shape of input without its channels, contiguous; on CPUs alone. Places
-//                where it is false count in no sum, whatever stands there; outputs, dz and
-//                gradients are 0 there. None is true everywhere.
-//   statistics   (message, totals, mean, invstd, count, sums) are contiguous float64.
+//                float64; contiguous or channels-last. N and each spatial size may be 0.
+//   weight, bias, running_mean, running_var
+//                channel vectors: shape [C], any stride, in the input's dtype, float32 or float64.
+//   mask         bool, the shape of input without its channels, contiguous; only on CPUs. Values at
+//                a position where the mask is false are masked: they do not enter any sum, even if
+//                they are NaN, and outputs, dz and gradients are 0 there. None masks nothing.
+//   message, totals, sums, mean, invstd, count, constants
+//                contiguous float64.
 //   fingerprint, next_size, fingerprint_sum
-//                what ranks announce to each other, see syncbn/distributed/protocol.py. With a
-//                fingerprint, a message has the length 2C+4 in both directions: 2C sums, the count
-//                (backward 0), the fingerprint, the next_size and its square.
-// All tensors are on one device. Nothing synchronizes with the host on CUDA. Results do not
-// depend on the number of threads. None of the operators communicates or has an autograd formula:
-// syncbn/functional.py joins them with the collectives. Errors are RuntimeError.
+//                the tail of a message: see syncbn/distributed/protocol.py. With a fingerprint the
+//                messages of both directions have 2C+4 values: 2C sums, the count (0 in backward
+//                passes), the fingerprint, next_size and next_size^2.
+//   activation   0: none, 1: ReLU, 2: leaky ReLU with negative_slope, 3: SiLU.
+// All tensors are on one device. No operator waits for a CUDA device. Results do not depend on the
+// number of threads. No operator communicates or has an autograd formula: the Python layer joins
+// operators and collectives. Errors are RuntimeError.
 
 #include "common/stable.h"
 
 STABLE_TORCH_LIBRARY(syncbn, m) {
-  // This rank's part of the batch statistics, as a message that ranks can add up.
-  //   message  [2C+1]: sum of x per channel, sum of x^2 per channel, number of values per channel;
-  //            [2C+4] with a fingerprint.
-  // The sums are derived from a mean and a sum of squared deviations that are computed first, so
-  // that the message is as accurate as float64 can carry it. An empty input gives zeros.
+  // Computes this rank's part of the batch statistics as a message; ranks add up their messages.
+  //   message  [2C+1], or [2C+4] with a fingerprint: sum of x per channel, sum of x^2 per channel,
+  //            number of values per channel.
+  // Sums are derived from the mean and the sum of squared deviations, so that the message is as
+  // accurate as float64 permits. The message of an empty input is zeros.
   m.def(
       "batch_norm_stats(Tensor input, float? fingerprint=None, float next_size=0, "
       "Tensor? mask=None) -> Tensor message");
 
-  // Normalizes by the statistics of the whole group, and updates the running statistics.
-  //   totals   the message summed over all ranks.
-  //   output   input's shape, dtype and layout: activation(z), with
-  //            z = (x - mean) * invstd * weight + bias + residual;
-  //            invstd = 1 / sqrt(biased variance + eps); no weight is 1, no bias is 0.
-  //   residual shape, dtype and layout of input; none is 0.
-  //   activation
-  //            0: none, 1: ReLU, 2: leaky ReLU with negative_slope, 3: SiLU. Of the unrounded
-  //            z, which is not positive where output's dtype would round it to 0.
-  //   mean, invstd [C], count [1], constants [2C]: what backward needs. Where constants are given
-  //            they are overwritten by scale and shift of each channel, with which z is computed:
-  //            (x - center) * scale + shift, center being the mean rounded to the type that is
-  //            computed in.
+  // Normalizes with the statistics of the whole group and updates the running statistics.
+  //   totals   the sum of all ranks' messages.
+  //   residual shape, dtype and layout of input; None is 0.
+  //   output   shape, dtype and layout of input: activation(z), with
+  //            z = (x - mean) * invstd * weight + bias + residual and
+  //            invstd = 1 / sqrt(biased variance + eps); a weight of None is 1, a bias of None 0.
+  //            The activation takes the unrounded z; a positive z that output's dtype rounds to 0
+  //            counts as 0.
+  //   mean, invstd, count
+  //            [C], [C] and [1]: for the backward pass.
+  //   constants
+  //            [2C], overwritten if given: scale and shift of each channel, for the backward pass;
+  //            z = (x - center) * scale + shift + residual, and center is the mean rounded to the
+  //            type of the computation.
   // running_mean and running_var (both or neither) move by `momentum` toward the mean and the
-  // unbiased variance; a momentum of None is the cumulative average, 1 / num_batches_tracked, and
-  // needs num_batches_tracked. num_batches_tracked (int64, one element) grows by one. A channel
-  // whose running statistics would not be finite in their dtype keeps them as they were, or, where
-  // they are a cumulative average, gets NaN. If the whole group is empty nothing is updated. One
-  // value per channel is, with fingerprint_sum, an error on the CPU.
-  // A count of NaN says that a rank has aborted the pass, and fingerprints that do not add up to
-  // fingerprint_sum, where one is given, say that ranks run different passes: on the CPU an error,
-  // on CUDA (which never waits for the device) outputs of NaN, no update, and a note in `status`.
-  //   status  [1]: float64 in pinned memory of the host, or on the device. If it is 0,
-  //   fingerprint_sum is
-  //            written to it where ranks run different passes, and -fingerprint_sum where one
-  //            aborted.
+  // unbiased variance. num_batches_tracked (int64, one element) grows by one. A momentum of None is
+  // the cumulative average, a factor of 1 / num_batches_tracked, and requires num_batches_tracked.
+  // A channel whose running statistics would not be finite in their dtype keeps its old ones; in a
+  // cumulative average they become NaN. If the whole group is empty, nothing is updated. On CPUs,
+  // one value per channel in the whole group is an error if fingerprint_sum is given.
+  //
+  // A count of NaN means that a rank aborted the pass. A sum of fingerprints other than
+  // fingerprint_sum means that ranks run different passes. On CPUs both are errors. On CUDA outputs
+  // are NaN, running statistics keep their values, and `status` gets a note.
+  //   status   [1], float64, in pinned memory of the host or on the device. If it is 0, it becomes
+  //            fingerprint_sum if ranks run different passes, -fingerprint_sum if one aborted.
   m.def(
       "batch_norm_apply(Tensor input, Tensor totals, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
@@ -65,52 +66,52 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "Tensor(e!)? constants=None, Tensor? mask=None) "
       "-> (Tensor output, Tensor mean, Tensor invstd, Tensor count)");
 
-  // This rank's part of the sums over the batch that backward needs.
+  // Computes this rank's part of the sums for the backward pass.
   //   grad_output  shape, dtype and layout of input.
-  //   sums         [2C]: sum of dz per channel, sum of dz * xhat per channel, with
-  //                xhat = (x - mean) * invstd; [2C+4] with a fingerprint. Ranks add them up.
-  //                dz is dy or, with an activation, dy times its derivative at the z of forward.
-  //   constants    with an activation: those of batch_norm_apply, for z to be computed again.
-  //   grad_weight, grad_bias [C]: the same sums of this rank alone, in weight_dtype and bias_dtype,
-  //                each a floating dtype.
+  //   sums         [2C], or [2C+4] with a fingerprint: sum of dz per channel, sum of dz * xhat per
+  //                channel, with xhat = (x - mean) * invstd. Ranks add them up. dz is grad_output
+  //                or, with an activation, grad_output times the activation's derivative at z.
+  //   constants    output of batch_norm_apply; given with an activation, and only then.
+  //   grad_weight, grad_bias
+  //                [C]: the same sums of this rank, in weight_dtype and bias_dtype, two floating
+  //                dtypes.
   m.def(
       "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
       "ScalarType weight_dtype, ScalarType bias_dtype, float? fingerprint=None, float next_size=0, "
       "Tensor? constants=None, int activation=0, float negative_slope=0, Tensor? mask=None) "
       "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)");
 
-  // The same where a residual has been added before an activation, whose gradient is dz; and, on
-  // CPUs, of SiLU without one, where storing dz takes less time than computing it again.
+  // The same operator, which also stores dz: if a residual was added before an activation, dz is
+  // the residual's gradient. On CPUs it also serves SiLU without a residual: storing dz takes less
+  // time than computing it again.
   //   residual, constants
-  //                with SiLU, those of batch_norm_apply, for z to be computed again.
-  //   output       with ReLU and leaky ReLU, that of batch_norm_apply, which has the sign of z.
-  //   dz           input's shape, dtype and layout, rounded. The sums are of unrounded dz.
+  //                given with SiLU: the same tensors as in batch_norm_apply.
+  //   output       given with ReLU and leaky ReLU: batch_norm_apply's, which has the sign of z.
+  //   dz           shape, dtype and layout of input. The sums are of the unrounded dz.
   m.def(
       "batch_norm_backward_reduce_dz(Tensor grad_output, Tensor input, Tensor mean, "
       "Tensor invstd, ScalarType weight_dtype, ScalarType bias_dtype, float? fingerprint, "
-      "float next_size, "
-      "Tensor? constants, int activation, float negative_slope, Tensor? residual, Tensor? output, "
-      "Tensor? mask=None) "
+      "float next_size, Tensor? constants, int activation, float negative_slope, "
+      "Tensor? residual, Tensor? output, Tensor? mask=None) "
       "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor dz)");
 
-  // The gradient of the input.
-  //   sums         those of batch_norm_backward_reduce, summed over all ranks.
+  // Computes the gradient of the input.
+  //   sums         the sum of all ranks' sums; with fingerprint_sum, 2C+4 values that are verified
+  //                as in batch_norm_apply.
   //   count        [1]: number of values per channel in the whole group.
   //   weight, constants
-  //                those of batch_norm_apply; constants only with an activation.
-  //   grad_input   input's shape, dtype and layout:
-  //                (dz - sum(dz) / count - xhat * sum(dz * xhat) / count) * weight * invstd,
-  //                with dz as above. Where it has been stored, it is given for grad_output
-  //                and no activation.
-  // With fingerprint_sum, sums are of length 2C+4 and judged as totals are in batch_norm_apply.
+  //                the same as in batch_norm_apply; constants with an activation, and only then.
+  //   grad_input   shape, dtype and layout of input:
+  //                (dz - sum(dz) / count - xhat * sum(dz * xhat) / count) * weight * invstd.
+  // If dz was stored, it is passed as grad_output, without an activation.
   m.def(
       "batch_norm_backward_apply(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-      "Tensor? weight, Tensor sums, Tensor count, float? fingerprint_sum=None, Tensor(a!)? "
-      "status=None, "
+      "Tensor? weight, Tensor sums, Tensor count, float? fingerprint_sum=None, "
+      "Tensor(a!)? status=None, "
       "Tensor? constants=None, int activation=0, float negative_slope=0, Tensor? mask=None) "
       "-> Tensor grad_input");
 
-  // batch_norm_stats and batch_norm_apply of a process that is alone: totals are its own message.
+  // batch_norm_stats and batch_norm_apply of a single process, whose totals are its own message.
   m.def(
       "batch_norm_forward(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, "
       "Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, float? momentum, float eps, "
@@ -118,7 +119,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "Tensor(d!)? constants=None, Tensor? mask=None) "
       "-> (Tensor output, Tensor mean, Tensor invstd, Tensor count)");
 
-  // batch_norm_backward_reduce and batch_norm_backward_apply of a process that is alone.
+  // batch_norm_backward_reduce and batch_norm_backward_apply of a single process.
   m.def(
       "batch_norm_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
       "Tensor? weight, Tensor count, ScalarType weight_dtype, ScalarType bias_dtype, "

@@ -1,10 +1,8 @@
-// The activations that may follow a batch norm, and their derivatives; ReLU and leaky ReLU are in
-// csrc/cpu/activations.h and csrc/cuda/kernels/activations.h. Includes no torch header: CUDA
-// kernels and the CPU operators share it.
+// The activations of the epilogue and their derivatives. CUDA kernels and CPU operators share this
+// file, except for ReLU and leaky ReLU: csrc/cpu/activations.h, csrc/cuda/kernels/activations.h.
 //
-// An activation is a struct with value(z) and gradient(dy, z), which is dy times the derivative at
-// z. Both take z as it was computed, but treat as zero what the tensor's dtype would: a positive z
-// that rounds to zero there has the derivative of zero.
+// An activation is a struct with value(z) and gradient(dy, z) = dy * derivative(z). Both take the
+// unrounded z. A positive z that rounds to zero in the tensor's dtype counts as zero.
 #pragma once
 
 #include <cmath>
@@ -13,7 +11,7 @@
 
 namespace syncbn {
 
-// The numbers are those of the schemas, and of NUMBERS in syncbn/ops/epilogue.py.
+// The schemas (csrc/ops.cpp) and NUMBERS in syncbn/ops/epilogue.py have the same numbers.
 enum class Activation { kNone = 0, kRelu = 1, kLeakyRelu = 2, kSilu = 3 };
 constexpr int kNumActivations = 4;
 
@@ -22,8 +20,8 @@ struct ActivationChoice {
   double negative_slope = 0;
 };
 
-// What packs (csrc/cpu/pack.h) have as well. A product and a sum are rounded once, on the CPU where
-// the instruction set can: a forward and a backward pass then find the same z.
+// x * y + z, rounded once (on the CPU: if the instruction set can). Forward and backward passes
+// need the same z. Packs (csrc/cpu/pack.h) have an overload.
 SYNCBN_HOST_DEVICE SYNCBN_INLINE float multiply_add(float x, float y, float z) {
 #if defined(__CUDA_ARCH__)
   return __fmaf_rn(x, y, z);
@@ -49,8 +47,8 @@ SYNCBN_HOST_DEVICE SYNCBN_INLINE float sigmoid(float z) {
 }
 SYNCBN_HOST_DEVICE SYNCBN_INLINE double sigmoid(double z) { return 1 / (1 + std::exp(-z)); }
 
-// Without a gradient: none goes through it. It also stands in formulas of double, which only hold
-// constants.
+// The identity. No gradient is computed through it. Formulas of double, which only hold constants,
+// have it as their activation, too.
 struct NoActivation {
   static constexpr bool kIsLong = false;
 
@@ -62,7 +60,7 @@ struct NoActivation {
 
 // z * sigmoid(z). Elfwing, Uchibe and Doya, "Sigmoid-weighted linear units" (2018).
 struct Silu {
-  static constexpr bool kIsLong = true;  // so many instructions that loops should not be unrolled
+  static constexpr bool kIsLong = true;  // too many instructions to unroll a loop
 
   template <typename V>
   SYNCBN_HOST_DEVICE SYNCBN_INLINE V value(const V& z) const {

@@ -1,14 +1,15 @@
-// New tensors. The stable ABI's own functions for them look their operator up by name each time,
-// which takes longer than the allocation.
+// New tensors. The stable ABI's own functions look up an operator by its name in each call: that
+// takes longer than the allocation.
 #pragma once
 
 #include "stable.h"
 
 namespace syncbn {
 
-// The error of an allocation that failed, which each library words for its device. The stable ABI
-// of torch 2.11 does not tell the allocator's own. Out of memory is said in torch's words, because
-// programs look for them and go on with a smaller batch; no other error may be called that.
+// Throws the error of a failed allocation. The CPU and the CUDA library each define it, because the
+// stable ABI of torch 2.11 does not pass on the allocator's error. The message of an
+// out-of-memory error is torch's: programs search for it and continue with a smaller batch. No
+// other error may have that message.
 [[noreturn]] void throw_allocation_failed(int64_t num_bytes, const Tensor& like);
 
 inline Tensor allocate(torch::headeronly::IntHeaderOnlyArrayRef sizes,

@@ -1,4 +1,4 @@
-// The argument checks that CPU and CUDA operators share, in the words of the Python layer.
+// The argument checks that CPU and CUDA operators share, with the Python layer's messages.
 #pragma once
 
 #include <algorithm>
@@ -28,18 +28,18 @@ inline bool same_values(torch::headeronly::IntHeaderOnlyArrayRef a,
   return std::equal(a.begin(), a.end(), b.begin(), b.end());
 }
 
-// A tensor whose storage was made smaller, as frameworks do that give memory back between uses,
-// still has its shape. `span` is the number of values from its first to its last.
+// A framework may shrink a tensor's storage between two uses; the tensor keeps its shape. `span` is
+// the number of values from the tensor's first value to its last.
 inline void check_memory(const char* op, const char* name, const Tensor& tensor, int64_t span) {
   int64_t num_bytes;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &num_bytes));
-  const auto item = static_cast<int64_t>(tensor.element_size());
-  SYNCBN_CHECK(span == 0 || (tensor.storage_offset() + span) * item <= num_bytes, op, ": expected ",
-               name, " to have memory for its values, but its storage was resized to ", num_bytes,
-               " bytes");
+  const auto value_bytes = static_cast<int64_t>(tensor.element_size());
+  SYNCBN_CHECK(
+      span == 0 || (tensor.storage_offset() + span) * value_bytes <= num_bytes, op, ": expected ",
+      name, " to have memory for its values, but its storage was resized to ", num_bytes, " bytes");
 }
 
-// The input's view for the kernels, after checking that there is one.
+// Returns the input as kernels see it.
 inline Geometry check_input(const char* op, const char* name, const Tensor& input) {
   SYNCBN_CHECK(is_supported_float(input.scalar_type()), op, ": expected ", name,
                " of dtype float16, bfloat16, float32 or float64, but got ",
@@ -67,7 +67,8 @@ inline void check_shape(const char* op, const char* name, const Tensor& tensor, 
                " to have shape [", size, "], but got ", format_list(tensor.sizes()));
 }
 
-// A tensor that must match the input in shape, dtype, device and layout: one view serves both.
+// The tensor must have the input's shape, dtype, device and layout, so that one Geometry serves
+// both.
 inline void check_like_input(const char* op, const char* name, const Tensor& tensor,
                              const Tensor& input, const Geometry& geometry) {
   check_same_device(op, name, tensor, input);
@@ -89,7 +90,7 @@ inline void check_like_input(const char* op, const char* name, const std::option
   }
 }
 
-// The places that count: a byte for each, which is 0 where the place does not; null for all.
+// Returns one byte for each position, 0 if the position is masked; null without a mask.
 inline const uint8_t* check_mask(const char* op, const std::optional<Tensor>& mask,
                                  const Tensor& input, const Geometry& geometry) {
   if (!mask.has_value()) {
@@ -117,8 +118,7 @@ inline ActivationChoice to_activation(const char* op, int64_t activation, double
   return {static_cast<Activation>(activation), negative_slope};
 }
 
-// A weight, bias or running buffer: one value per channel, in the input's dtype, float32 or
-// float64.
+// A weight, a bias or running statistics: one value per channel.
 inline void check_channel_vector(const char* op, const char* name,
                                  const std::optional<Tensor>& tensor, const Tensor& input) {
   if (!tensor.has_value()) {
@@ -135,11 +135,11 @@ inline void check_channel_vector(const char* op, const char* name,
   check_memory(op, name, *tensor, 1 + (tensor->size(0) - 1) * tensor->stride(0));
 }
 
-// A vector that is written must not be an expanded number.
+// An output must not be an expanded number.
 inline void check_no_overlap(const char* op, const char* name,
                              const std::optional<Tensor>& tensor) {
   SYNCBN_CHECK(!tensor.has_value() || tensor->stride(0) != 0 || tensor->size(0) == 1, op,
-               ": expected ", name, " to have a place for each channel, but it is expanded");
+               ": expected ", name, " to have memory for each channel, but it is expanded");
 }
 
 inline void check_grad_dtype(const char* op, const char* name, ScalarType dtype) {
@@ -147,7 +147,6 @@ inline void check_grad_dtype(const char* op, const char* name, ScalarType dtype)
                " to be float16, bfloat16, float32 or float64, but got ", dtype_name(dtype));
 }
 
-// Running statistics come as a pair, and a cumulative average needs the batch counter.
 inline void check_running(const char* op, const std::optional<Tensor>& running_mean,
                           const std::optional<Tensor>& running_var,
                           const std::optional<Tensor>& num_batches_tracked,
@@ -171,7 +170,7 @@ inline void check_running(const char* op, const std::optional<Tensor>& running_m
   }
 }
 
-// A message, or statistics between two operators: contiguous float64 on the input's device.
+// A message, or statistics that one operator passes to another.
 inline void check_statistics(const char* op, const char* name, const Tensor& tensor, int64_t size,
                              const Tensor& input) {
   check_same_device(op, name, tensor, input);
@@ -181,7 +180,7 @@ inline void check_statistics(const char* op, const char* name, const Tensor& ten
   check_memory(op, name, tensor, size);
 }
 
-// The scale and shift of each channel, with which the argument of an activation is computed.
+// Scale and shift of each channel: backward passes compute the activation's argument z from them.
 inline void check_constants(const char* op, const std::optional<Tensor>& constants,
                             const Tensor& input) {
   if (constants.has_value()) {
@@ -189,20 +188,19 @@ inline void check_constants(const char* op, const std::optional<Tensor>& constan
   }
 }
 
-// The activation that a gradient goes through, after checking what it is computed from where no
-// residual was added.
+// Returns the activation whose gradient a pass computes from `constants`.
 inline ActivationChoice check_gradient_sources(const char* op, const Tensor& input,
                                                const std::optional<Tensor>& constants,
                                                int64_t activation, double negative_slope) {
   const ActivationChoice choice = to_activation(op, activation, negative_slope);
   check_constants(op, constants, input);
   SYNCBN_CHECK(constants.has_value() == (choice.kind != Activation::kNone), op,
-               ": expected constants with an activation, and without one none");
+               ": expected constants if there is an activation, and only then");
   return choice;
 }
 
-// The same where it is stored, being that of a residual as well, or SiLU's, which is not to be
-// computed twice.
+// The same for a pass that stores the activation's gradient: because a residual was added, or
+// because SiLU's gradient should not be computed twice.
 inline ActivationChoice check_stored_sources(const char* op, const Tensor& input,
                                              const Geometry& geometry,
                                              const std::optional<Tensor>& constants,
@@ -214,11 +212,11 @@ inline ActivationChoice check_stored_sources(const char* op, const Tensor& input
   check_like_input(op, "residual", residual, input, geometry);
   check_like_input(op, "output", output, input, geometry);
   SYNCBN_CHECK(choice.kind != Activation::kNone, op,
-               ": expected an activation; without one grad_output is the residual's gradient");
+               ": expected an activation; without it grad_output is the residual's gradient");
   const bool is_silu = choice.kind == Activation::kSilu;
   SYNCBN_CHECK(constants.has_value() == is_silu && (is_silu || !residual.has_value()) &&
                    output.has_value() != is_silu,
-               op, ": expected constants with SiLU, output with ReLU and leaky ReLU");
+               op, ": expected constants for SiLU, output for ReLU and leaky ReLU");
   return choice;
 }
 
@@ -230,16 +228,15 @@ inline Expectation to_expectation(const std::optional<double>& fingerprint_sum) 
   return {fingerprint_sum.has_value(), fingerprint_sum.value_or(0)};
 }
 
-// Sums over all ranks: `size` values, behind which a tail may follow, or must if it is to
-// be judged.
+// Sums over all ranks: `size` values and a tail. The tail is optional unless it will be verified.
 inline void check_sums(const char* op, const char* name, const Tensor& sums, int64_t size,
                        const Expectation& expectation, const Tensor& input) {
-  const int64_t announced = size_with_tail(input.size(1));
-  const bool has_tail = expectation.present || (sums.dim() == 1 && sums.size(0) == announced);
-  check_statistics(op, name, sums, has_tail ? announced : size, input);
+  const int64_t with_tail = size_with_tail(input.size(1));
+  const bool has_tail = expectation.present || (sums.dim() == 1 && sums.size(0) == with_tail);
+  check_statistics(op, name, sums, has_tail ? with_tail : size, input);
 }
 
-// On the CPU, where the values can be looked at.
+// For the CPU; CUDA operators never wait for the device.
 inline void check_status(Status status) {
   SYNCBN_CHECK(status != Status::kAborted,
                "another rank of the process group aborted this pass because of an error; "
@@ -248,7 +245,7 @@ inline void check_status(Status status) {
                "the ranks of the process group run different passes");
 }
 
-// On the CPU, of the sums of a group. The layer has looked at the input of a single process.
+// For groups on the CPU. In a single process the layer has checked the input itself.
 inline void check_more_than_one_value(double count) {
   SYNCBN_CHECK(count != 1,
                "Expected more than 1 value per channel when training, got 1 in the whole batch");

@@ -1,5 +1,4 @@
-// The dtypes of inputs: their sizes, their ranges, and the types they are computed in. Includes no
-// torch header.
+// The dtypes of inputs: their sizes, their ranges, and their types for computation.
 #pragma once
 
 #include <cfloat>
@@ -9,7 +8,7 @@
 
 namespace syncbn {
 
-// The order is also that of DTYPES in tests/support/emulated.py.
+// DTYPES in tests/support/emulated.py has the same order.
 enum class DType { kHalf, kBFloat16, kFloat, kDouble };
 
 constexpr int size_of(DType dtype) {
@@ -30,8 +29,8 @@ SYNCBN_HOST_DEVICE constexpr double largest_finite(DType dtype) {
   return DBL_MAX;
 }
 
-// The largest number that the dtype holds as zero; of float32 and float64, which are computed in,
-// that is zero itself.
+// The largest number that rounds to zero in the dtype; zero for float32 and float64, which values
+// are computed in.
 SYNCBN_HOST_DEVICE constexpr double largest_zero(DType dtype) {
   switch (dtype) {
     case DType::kHalf:
@@ -45,7 +44,7 @@ SYNCBN_HOST_DEVICE constexpr double largest_zero(DType dtype) {
   return 0;
 }
 
-// The type that values of T are computed in. T may be the host's or CUDA's type of a dtype.
+// The type for computing with values of T, the host's or CUDA's type of a dtype.
 template <typename T>
 using compute_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
 

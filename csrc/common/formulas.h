@@ -1,13 +1,13 @@
-// The formulas of the element-wise operators, and the constants of a channel that they compute
-// with. Includes no torch header: CUDA kernels and the CPU operators share it.
+// The formulas of the element-wise operators and the constants of a channel. CUDA kernels and CPU
+// operators share them.
 //
-// Values are computed in float32, those of float64 inputs in float64. A float32 does not hold a
-// large mean exactly, so x - center is computed, center being the mean rounded to that type, and
-// what the rounding left of the mean is part of the shift.
+// Values are computed in float32, float64 inputs in float64. A float32 does not hold a large mean
+// exactly: formulas subtract `center`, the mean rounded to that type, and the rest of the mean is
+// part of the shift.
 //
-// A formula is a struct of its constants, each of type V: one number or several to compute with, or
-// a pointer to the constants of all channels. map() returns the same struct over another type. Its
-// activation is that of all channels.
+// A formula is a struct of constants of type V: numbers, packs of numbers, or pointers to the
+// constants of all channels. map() returns the same formula over another type. All channels have
+// one activation.
 #pragma once
 
 #include "activations.h"
@@ -16,7 +16,7 @@ namespace syncbn {
 
 // y = activation(z), z = (x - center) * scale + shift, or that plus a residual.
 template <typename Act, bool kWithResidual>
-struct NormalizeThen {
+struct NormalizeWithEpilogue {
   template <typename V>
   struct Formula {
     static constexpr int kInputs = kWithResidual ? 2 : 1;
@@ -44,7 +44,7 @@ struct NormalizeThen {
 };
 
 template <typename V>
-using Normalize = NormalizeThen<NoActivation, false>::Formula<V>;
+using Normalize = NormalizeWithEpilogue<NoActivation, false>::Formula<V>;
 
 SYNCBN_HOST_DEVICE inline Normalize<double> normalize_constants(double mean, double center,
                                                                 double invstd, double weight,
@@ -53,9 +53,8 @@ SYNCBN_HOST_DEVICE inline Normalize<double> normalize_constants(double mean, dou
   return {center, scale, bias - (mean - center) * scale, {}};
 }
 
-// dx = dy * scale + ((x - center) * slope + shift), which is
-// (dy - sum_dy / count - (x - mean) * invstd * sum_dy_xhat / count) * weight * invstd multiplied
-// out.
+// dx = dy * scale + ((x - center) * slope + shift): the expanded form of
+// (dy - sum_dy / count - (x - mean) * invstd * sum_dy_xhat / count) * weight * invstd.
 template <typename V>
 struct GradInput {
   static constexpr int kInputs = 2;
@@ -78,7 +77,8 @@ struct GradInput {
   }
 };
 
-// `count` is that of the group, but 1 where the group has no values: its sums are zero then.
+// `count` is the group's number of values per channel, or 1 if the group is empty: its sums are
+// zero then.
 SYNCBN_HOST_DEVICE inline GradInput<double> grad_input_constants(double mean, double center,
                                                                  double invstd, double weight,
                                                                  double sum_dy, double sum_dy_xhat,
@@ -88,9 +88,9 @@ SYNCBN_HOST_DEVICE inline GradInput<double> grad_input_constants(double mean, do
   return {center, slope, -scale * (sum_dy / count) - (mean - center) * slope, scale};
 }
 
-// The same through an activation: its gradient, at the z of the forward pass, in place of dy.
+// The same with activation.gradient(dy, z) in place of dy; z is computed again from x.
 template <typename Act>
-struct GradInputThrough {
+struct GradInputWithEpilogue {
   template <typename V>
   struct Formula {
     static constexpr int kInputs = 2;

@@ -1,8 +1,8 @@
-// An input as the kernels see it: a dense (outer, channels, inner) array.
+// An input as kernels see it: a dense (outer, channels, inner) array.
 //
-// inner == 1 is a row-major matrix (rows, channels): 2-D inputs, channels-last inputs of any rank,
-// and maps of one pixel. Everything else is planar: NCHW and its kin. An empty input is a matrix
-// without rows. Includes no torch header.
+// With inner == 1 the array is a row-major matrix (rows, channels): a 2-D input, a channels-last
+// input, or a map of one pixel. Any other array is planar, such as NCHW. An empty input is a matrix
+// without rows.
 #pragma once
 
 #include <cstdint>
@@ -27,8 +27,8 @@ struct Geometry {
 
 namespace detail {
 
-// Returns whether the strides are those of a dense array, its dimensions in order or the channel
-// fastest. Strides of dimensions of size one mean nothing.
+// Returns whether the array is dense: contiguous or, with channels_fastest, channels-last. The
+// stride of a dimension of size one does not matter.
 inline bool is_dense(const int64_t* sizes, const int64_t* strides, int64_t dim,
                      bool channels_fastest) {
   int64_t expected = 1;
@@ -52,7 +52,7 @@ inline bool is_dense(const int64_t* sizes, const int64_t* strides, int64_t dim,
 
 }  // namespace detail
 
-// Returns nothing where the tensor is neither contiguous nor channels-last. Needs dim >= 2.
+// Returns nothing if the tensor is neither contiguous nor channels-last. Needs dim >= 2.
 inline std::optional<Geometry> find_geometry(const int64_t* sizes, const int64_t* strides,
                                              int64_t dim) {
   Geometry geometry{sizes[0], sizes[1], 1};
@@ -63,7 +63,7 @@ inline std::optional<Geometry> find_geometry(const int64_t* sizes, const int64_t
     return Geometry{0, sizes[1], 1};
   }
   if (detail::is_dense(sizes, strides, dim, /*channels_fastest=*/false)) {
-    if (geometry.channels == 1) {  // all values belong to one channel: one plane
+    if (geometry.channels == 1) {  // one plane holds all values
       geometry.inner *= geometry.outer;
       geometry.outer = 1;
     }

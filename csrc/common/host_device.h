@@ -1,4 +1,4 @@
-// Functions that the host's compiler and nvcc share. Includes no torch header.
+// Functions that the host's compiler and nvcc share.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -11,8 +11,8 @@
 
 namespace syncbn {
 
-// a * b, rounded. A compiler that fused it with a sum would round what is written to the message
-// and what is read from it differently. On x86-64 the CPU operators run this unfused (simd.h).
+// a * b, rounded. Fused with a sum, the product would have other bits when the message is written
+// than when it is read. On x86-64 CPU operators call it from unfused code (dispatch_unfused).
 SYNCBN_HOST_DEVICE inline double rounded_product(double a, double b) {
 #if defined(__CUDA_ARCH__)
   return __dmul_rn(a, b);
@@ -20,7 +20,7 @@ SYNCBN_HOST_DEVICE inline double rounded_product(double a, double b) {
   return a * b;
 #else
   double product = a * b;
-  asm("" : "+m"(product));  // what follows does not see the multiplication
+  asm("" : "+m"(product));  // hides the multiplication from the following addition
   return product;
 #endif
 }

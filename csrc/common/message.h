@@ -1,9 +1,6 @@
-// The message that ranks add up, forward: 2C+1 float64 values, for each channel the sum of its
-// values, for each channel the sum of their squares, and the number of values per channel. Includes
-// no torch header.
-//
-// Backward it is two sums per channel. In a group, messages of both directions are of one length
-// and end with a tail.
+// The message that ranks add up. Forward: 2C+1 float64 values, the sum of each channel's values,
+// the sum of their squares, and the number of values per channel. Backward: 2C values, two sums per
+// channel. In a group both messages end with a tail and have the same length.
 #pragma once
 
 #include <cstdint>
@@ -12,19 +9,17 @@
 
 namespace syncbn {
 
-// What a rank says of itself in a message: 3 values behind the count, which ranks add up as well.
-// The last is the square of the next size: both sums together tell whether all next sizes are
-// equal.
+// Three values after the count: fingerprint, next size and its square. Ranks add them up, too; the
+// sums of next sizes and of their squares show whether all next sizes are equal.
 struct Tail {
   bool present = false;
-  double fingerprint = 0;  // a number for what the rank does
-  double next_size = 0;    // the length of the message that it expects to send next, or 0
+  double fingerprint = 0;  // identifies the pass
+  double next_size = 0;    // length of the message that the rank expects to send next, or 0
 };
 
-// The length of a message with a tail, in both directions.
 SYNCBN_HOST_DEVICE constexpr int64_t size_with_tail(int64_t channels) { return 2 * channels + 4; }
 
-// Writes all that comes behind the 2C sums.
+// Writes the values after the 2C sums: the count and, if there is one, the tail.
 SYNCBN_HOST_DEVICE inline void write_tail(double* message, int64_t channels, double count,
                                           const Tail& tail) {
   message[2 * channels] = count;
@@ -35,7 +30,7 @@ SYNCBN_HOST_DEVICE inline void write_tail(double* message, int64_t channels, dou
   }
 }
 
-// What the ranks' tails must add up to.
+// The expected sum of the ranks' fingerprints.
 struct Expectation {
   bool present = false;
   double fingerprint_sum = 0;
@@ -43,8 +38,7 @@ struct Expectation {
 
 enum class Status { kConsistent, kAborted, kDisagreement };
 
-// A rank that aborts a pass sends a count of NaN. `fingerprint_sum` is looked at where one is
-// expected.
+// A rank that aborts a pass sends a count of NaN.
 SYNCBN_HOST_DEVICE inline Status verify_sums(double count, double fingerprint_sum,
                                              const Expectation& expectation) {
   if (count != count) {
@@ -65,9 +59,9 @@ struct Sums {
   double squares;
 };
 
-// The squares are those about zero of the mean that from_sums() will find, so that a process alone
-// reads back what it wrote but for one rounding of `squares`: 0 for equal values, unless several
-// such sums were added up.
+// The squares are computed from sum / count, the mean that from_sums() computes: a single process
+// reads back its own moments except for one rounding of `squares`. The variance of equal values
+// stays 0, unless the sums of several ranks were added up.
 SYNCBN_HOST_DEVICE inline Sums to_sums(const Moments<double>& moments) {
   if (moments.count == 0) {
     return {0, 0};
@@ -76,9 +70,9 @@ SYNCBN_HOST_DEVICE inline Sums to_sums(const Moments<double>& moments) {
   return {sum, moments.m2 + rounded_product(sum, sum / moments.count)};
 }
 
-// The inverse, on sums over all ranks. The subtraction costs a relative error of about
-// 1.1e-16 * (1 + mean^2 / variance), which float64 keeps below float32's rounding while
-// |mean| < 2e4 standard deviations. A count of zero gives zeros, not NaN.
+// The inverse. The subtraction has a relative error of about 1.1e-16 * (1 + mean^2 / variance),
+// less than float32's rounding while |mean| < 2e4 standard deviations. A count of zero gives zeros,
+// not NaN.
 SYNCBN_HOST_DEVICE inline Moments<double> from_sums(const Sums& sums, double count) {
   Moments<double> moments;
   moments.count = count;
@@ -87,7 +81,7 @@ SYNCBN_HOST_DEVICE inline Moments<double> from_sums(const Sums& sums, double cou
   }
   moments.mean = sums.values / count;
   moments.m2 = sums.squares - rounded_product(sums.values, moments.mean);
-  if (moments.m2 < 0) {  // by rounding only; a NaN must stay a NaN
+  if (moments.m2 < 0) {  // only by rounding; not std::max: a NaN must stay a NaN
     moments.m2 = 0;
   }
   return moments;

@@ -1,15 +1,14 @@
-// Count, mean and sum of squared deviations of a set of values, and their exact merge.
-//
-// Chan, Golub, LeVeque, "Algorithms for computing the sample variance" (1983). Includes no torch
-// header: CUDA kernels and the CPU operators share it.
+// Count, mean and sum of squared deviations of a set of values, and their exact merge: Chan, Golub,
+// LeVeque, "Algorithms for computing the sample variance" (1983). CUDA kernels and CPU operators
+// share them.
 #pragma once
 
 #include "host_device.h"
 
 namespace syncbn {
 
-// The merge of one channel: `count` values with another set, whose share of both sets is `share`.
-// Several channels that have their count in common need one division.
+// Merges `count` values of one channel with another set; `share` is the other set's share of the
+// merged set. Channels with equal counts share one division.
 template <typename A>
 SYNCBN_HOST_DEVICE inline void merge_channel(A& mean, A& m2, A count, A other_mean, A other_m2,
                                              A share) {

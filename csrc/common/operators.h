@@ -1,4 +1,4 @@
-// The types of the operators' functions, which csrc/ops.cpp describes.
+// The operators as functions of the CPU and of the CUDA library. csrc/ops.cpp describes them.
 #pragma once
 
 #include <optional>
@@ -32,5 +32,19 @@ using BackwardApplyFunction = Tensor(const Tensor& grad_output, const Tensor& in
                                      std::optional<Tensor> status, std::optional<Tensor> constants,
                                      int64_t activation, double negative_slope,
                                      std::optional<Tensor> mask);
+
+namespace cpu {
+StatsFunction batch_norm_stats;
+ApplyFunction batch_norm_apply;
+BackwardReduceFunction batch_norm_backward_reduce;
+BackwardApplyFunction batch_norm_backward_apply;
+}  // namespace cpu
+
+namespace cuda {
+StatsFunction batch_norm_stats;
+ApplyFunction batch_norm_apply;
+BackwardReduceFunction batch_norm_backward_reduce;
+BackwardApplyFunction batch_norm_backward_apply;
+}  // namespace cuda
 
 }  // namespace syncbn

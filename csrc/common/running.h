@@ -1,4 +1,4 @@
-// The running statistics of a channel, and how they follow the batches. Includes no torch header.
+// The update of a channel's running statistics.
 #pragma once
 
 #include <cmath>
@@ -7,11 +7,11 @@
 
 namespace syncbn {
 
-// Moves both by `factor` toward the batch's mean and unbiased variance. Where they would not be
-// finite in their dtype, they stay: one overflowed step under loss scaling must not spoil the model
-// for good. A cumulative average becomes NaN there, as torch's does: `factor` is one over a number
-// of batches that all channels share, so that none can leave a batch out. Products are rounded, so
-// that ranks with different processors get the same bits.
+// Moves mean and variance by `factor` toward the batch's mean and unbiased variance. Statistics
+// that would not be finite in their dtype keep their values: one overflowed step under loss scaling
+// must not spoil the model. A cumulative average becomes NaN instead, as in torch: all channels
+// share the number of batches, so no channel can skip a batch. Products are rounded, so that ranks
+// with different processors get the same bits.
 SYNCBN_HOST_DEVICE inline void update_running(double& mean, double& variance,
                                               const Moments<double>& batch, double factor,
                                               bool cumulative, double largest_mean,

@@ -1,4 +1,4 @@
-// Torch's dtypes: their names in messages, and those that inputs may have.
+// Torch's dtypes: their names in messages, and the dtypes of inputs.
 #pragma once
 
 #include "dtype.h"

@@ -1,8 +1,7 @@
-// The one place that includes PyTorch's stable ABI. Every other file reaches it through this
-// header.
+// PyTorch's stable ABI. No other file may include a torch header.
 //
-// TORCH_TARGET_VERSION is the oldest torch that the binaries load into. It stands here and not on
-// the command line, because torch's copy of pybind11 refuses to be included where it is defined.
+// TORCH_TARGET_VERSION is the oldest torch that loads the binaries. It is no command-line option,
+// because torch's copy of pybind11 cannot be included with it defined.
 #pragma once
 
 #define TORCH_TARGET_VERSION 0x020b000000000000ULL  // 2.11
@@ -27,7 +26,7 @@ using torch::stable::Tensor;
 
 }  // namespace syncbn
 
-// Throws the bare message. STD_TORCH_CHECK would put this file's path into the user's error.
+// STD_TORCH_CHECK would put a file's path into the user's error.
 #define SYNCBN_CHECK(condition, ...)              \
   do {                                            \
     if (!(condition)) {                           \

@@ -1,24 +1,24 @@
-// The formulas of the terms that reductions add up: of each value a weight, and the product of that
-// weight and the deviation x - center, center being the mean rounded to the type that is computed
-// in. Includes no torch header: CUDA kernels and the CPU operators share it.
+// The formulas of the terms that reductions add up: for each value a weight, and the product of the
+// weight and the deviation x - center; center is the mean rounded to the type of the computation.
+// CUDA kernels and CPU operators share them.
 //
-// They are structs as those of formulas.h. kStores says that the weights, being the gradient of a
-// tensor, are written as well.
+// They are structs like the formulas of formulas.h. With kStores the weights, the gradient of a
+// tensor, are written, too.
 #pragma once
 
 #include "activations.h"
 
 namespace syncbn {
 
-// Made of expressions: a pack with a name that is used twice is copied through memory, in pieces,
-// by GCC 12 where it compiles for AVX2.
+// Formulas return expressions: GCC 12 copies a named pack that is used twice through memory, in
+// parts, when it compiles for AVX2.
 template <typename V>
 struct Term {
   V weight;
   V deviation;
 };
 
-// The statistics: the deviation is its own weight.
+// For the statistics: the weight is the deviation.
 template <typename V>
 struct DeviationTerms {
   static constexpr int kInputs = 1;
@@ -37,7 +37,7 @@ struct DeviationTerms {
   }
 };
 
-// The backward pass of a batch norm alone, of dy and x.
+// For the backward pass without an activation, from dy and x.
 template <typename V>
 struct GradTerms {
   static constexpr int kInputs = 2;
@@ -57,10 +57,10 @@ struct GradTerms {
   }
 };
 
-// Through an activation, whose argument is computed again: of dy, x and, where there is one, the
-// residual.
+// For the backward pass with an activation whose argument z is computed again, from dy, x and, if
+// there is one, the residual.
 template <typename Act, bool kWithResidual, bool kStoresGradient = kWithResidual>
-struct GradTermsThrough {
+struct GradTermsWithEpilogue {
   template <typename V>
   struct Formula {
     static constexpr int kInputs = kWithResidual ? 3 : 2;
@@ -88,10 +88,9 @@ struct GradTermsThrough {
   };
 };
 
-// Through an activation with a residual whose output has the sign of its argument: of dy, x and
-// the output.
+// The same for an activation whose output has the sign of z, from dy, x and the output.
 template <typename Act>
-struct GradTermsBehind {
+struct GradTermsFromOutput {
   template <typename V>
   struct Formula {
     static constexpr int kInputs = 3;

@@ -52,7 +52,7 @@ struct LeakyRelu {
   }
 };
 
-// Calls function(activation of values of type A) with the activation for tensors of the dtype.
+// Calls function(activation): the activation computes in A, for tensors of the dtype.
 template <typename A, typename Function>
 void dispatch_activation(const ActivationChoice& choice, DType dtype, const Function& function) {
   const A zero = static_cast<A>(largest_zero(dtype));

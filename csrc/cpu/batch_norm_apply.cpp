@@ -1,5 +1,5 @@
-// batch_norm_apply on the CPU: statistics and running statistics per channel, then one pass over
-// the input, which reads it (and the residual) and writes the output once each.
+// batch_norm_apply on the CPU: statistics and running statistics per channel, then one pass that
+// reads input and residual and writes the output.
 
 #include <cmath>
 
@@ -7,30 +7,30 @@
 #include "../common/checks.h"
 #include "../common/formulas.h"
 #include "../common/message.h"
+#include "../common/operators.h"
 #include "../common/running.h"
 #include "activations.h"
 #include "channel_vector.h"
 #include "dispatch.h"
 #include "elementwise.h"
-#include "operators.h"
 
 namespace syncbn::cpu {
 namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_apply";
 
-// The work of each channel. Pointers are to one value for each channel, but for totals.
+// The work for each channel. Each pointer except `totals` is an array of one value per channel.
 struct PerChannel {
   int64_t channels = 0;
-  const double* totals = nullptr;  // [2C+1..]: the message
+  const double* totals = nullptr;  // the message
   double eps = 0;
   const double* weights = nullptr;
   const double* biases = nullptr;
-  bool in_float = false;  // outputs are computed
+  bool in_float = false;  // the type of the element-wise computation
   double* means = nullptr;
   double* invstds = nullptr;
   Normalize<double*> constants = {};
-  // Null where they are not updated.
+  // Null if they are not updated.
   double* running_means = nullptr;
   double* running_variances = nullptr;
   double factor = 0;
@@ -40,7 +40,7 @@ struct PerChannel {
 
   template <typename Isa>
   static SYNCBN_INLINE void run(const PerChannel* shared) {
-    const PerChannel p = *shared;  // which stores cannot change
+    const PerChannel p = *shared;  // a local copy, which stores cannot change
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < p.channels; ++c) {
       const Moments<double> moments = read_message(p.totals, p.channels, c);
@@ -63,7 +63,7 @@ struct PerChannel {
   }
 };
 
-// The batch's share in the running statistics, after counting the batch.
+// Counts the batch and returns its share in the running statistics.
 double count_batch(std::optional<Tensor>& num_batches_tracked,
                    const std::optional<double>& momentum) {
   if (!num_batches_tracked.has_value()) {
@@ -93,7 +93,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   check_like_input(kOp, "residual", residual, input, geometry);
   const ActivationChoice choice = to_activation(kOp, activation, negative_slope);
   check_constants(kOp, constants, input);
-  const uint8_t* const places = check_mask(kOp, mask, input, geometry);
+  const uint8_t* const mask_data = check_mask(kOp, mask, input, geometry);
 
   const auto* message = static_cast<const double*>(totals.const_data_ptr());
   const double group_count = message[2 * channels];
@@ -132,7 +132,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     work.largest_mean = largest_finite(to_dtype(running_mean->scalar_type()));
     work.largest_variance = largest_finite(to_dtype(running_var->scalar_type()));
   }
-  dispatch_unfused<PerChannel>(&work);  // ranks with different processors update alike
+  dispatch_unfused<PerChannel>(&work);  // the same bits on ranks with different processors
   if (updates) {
     store_channels(*running_mean, work.running_means);
     store_channels(*running_var, work.running_variances);
@@ -154,11 +154,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
       using Act = decltype(act);
       if (residual.has_value()) {
         const auto* r = static_cast<const T*>(residual->const_data_ptr());
-        elementwise<NormalizeThen<Act, true>::template Formula, T>(geometry, places, {x, r}, y,
-                                                                   {center, scale, shift, act});
+        elementwise<NormalizeWithEpilogue<Act, true>::template Formula, T>(
+            geometry, mask_data, {x, r}, y, {center, scale, shift, act});
       } else {
-        elementwise<NormalizeThen<Act, false>::template Formula, T>(geometry, places, {x}, y,
-                                                                    {center, scale, shift, act});
+        elementwise<NormalizeWithEpilogue<Act, false>::template Formula, T>(
+            geometry, mask_data, {x}, y, {center, scale, shift, act});
       }
     });
   });

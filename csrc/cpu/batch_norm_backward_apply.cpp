@@ -1,33 +1,33 @@
-// batch_norm_backward_apply on the CPU: one pass, which reads dy and x and writes dx once each.
+// batch_norm_backward_apply on the CPU: one pass that reads dy and x and writes dx.
 
 #include "../common/allocate.h"
 #include "../common/checks.h"
 #include "../common/formulas.h"
+#include "../common/operators.h"
 #include "activations.h"
 #include "channel_vector.h"
 #include "dispatch.h"
 #include "elementwise.h"
-#include "operators.h"
 
 namespace syncbn::cpu {
 namespace {
 
 constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
 
-// The work of each channel. Pointers are to one value for each channel, but for sums.
+// The work for each channel. Each pointer except `sums` is an array of one value per channel.
 struct PerChannel {
   int64_t channels = 0;
   const double* means = nullptr;
   const double* invstds = nullptr;
   const double* weights = nullptr;
-  const double* sums = nullptr;  // [2C..]: of dy, and of dy * xhat after them
+  const double* sums = nullptr;  // of dz, then of dz * xhat
   double count = 0;
-  bool in_float = false;  // outputs are computed
+  bool in_float = false;  // the type of the element-wise computation
   GradInput<double*> constants = {};
 
   template <typename Isa>
   static SYNCBN_INLINE void run(const PerChannel* shared) {
-    const PerChannel p = *shared;  // which stores cannot change
+    const PerChannel p = *shared;  // a local copy, which stores cannot change
     SYNCBN_INDEPENDENT
     for (int64_t c = 0; c < p.channels; ++c) {
       const double center = p.in_float ? static_cast<float>(p.means[c]) : p.means[c];
@@ -62,7 +62,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   check_statistics(kOp, "count", count, 1, input);
   const ActivationChoice choice =
       check_gradient_sources(kOp, input, constants, activation, negative_slope);
-  const uint8_t* const places = check_mask(kOp, mask, input, geometry);
+  const uint8_t* const mask_data = check_mask(kOp, mask, input, geometry);
 
   ChannelArrays arrays(/*capacity=*/6, channels);
   PerChannel work;
@@ -97,10 +97,10 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
     dispatch_activation<compute_t<T>>(choice, dtype, [&](auto act) {
       using Act = decltype(act);
       if constexpr (std::is_same_v<Act, NoActivation>) {
-        elementwise<GradInput, T>(geometry, places, {dy, x}, dx, work.constants);
+        elementwise<GradInput, T>(geometry, mask_data, {dy, x}, dx, work.constants);
       } else {
-        elementwise<GradInputThrough<Act>::template Formula, T>(
-            geometry, places, {dy, x}, dx, {work.constants, forward_shift, act});
+        elementwise<GradInputWithEpilogue<Act>::template Formula, T>(
+            geometry, mask_data, {dy, x}, dx, {work.constants, forward_shift, act});
       }
     });
   });

@@ -1,27 +1,26 @@
 // batch_norm_backward_reduce on the CPU.
 //
-// Each item of work owns a segment of positions of some channels and sums dz and
-// dz * (x - center); dz is dy, or its product with the derivative of an activation; center is the
-// float next to the mean, and what that leaves of the mean is made good for once, at the end. Reads
-// its tensors once.
+// Each task sums dz and dz * (x - center) over a segment of some channels. dz is dy or its product
+// with the activation's derivative; center is the float next to the mean. The rest of the mean is
+// taken into account at the end, once per channel. Each tensor is read once.
 
 #include <vector>
 
 #include "../common/allocate.h"
 #include "../common/checks.h"
+#include "../common/operators.h"
 #include "../common/terms.h"
 #include "activations.h"
 #include "channel_sums.h"
 #include "channel_vector.h"
 #include "dispatch.h"
 #include "masked_sums.h"
-#include "operators.h"
 
 namespace syncbn::cpu {
 namespace {
 
-// Sums of segments and channels. Constants are those of channels. With a mask dz is zero at masked
-// places because dy is, and all that it is multiplied by is finite because x is near the mean.
+// Computes the sums of each segment and channel, [segments][channels]. With a mask, dz is zero at
+// masked positions: dy is zero there, and its factors are finite because x is near the mean.
 template <template <typename> class Formula, typename T>
 void sum_segments(const Geometry& geometry, const Partition& partition, const uint8_t* mask,
                   const SummedTensors<Formula, T>& tensors, const Formula<const double*>& constants,
@@ -38,24 +37,24 @@ void sum_segments(const Geometry& geometry, const Partition& partition, const ui
   std::vector<T> centers(mask != nullptr ? channels : 0);
   std::transform(rounded.center, rounded.center + centers.size(), centers.begin(),
                  [](A center) { return static_cast<T>(center); });
-  for_each_item(geometry, partition, [&](const Item& item) {
-    double* const grad = grads + item.segment * channels + item.channel;
-    double* const deviation = deviations + item.segment * channels + item.channel;
+  for_each_task(geometry, partition, [&](const Task& task) {
+    double* const grad = grads + task.segment * channels + task.channel;
+    double* const deviation = deviations + task.segment * channels + task.channel;
     if (mask != nullptr) {
-      const auto of_item = rounded.map([&](const A* values) { return values + item.channel; });
-      const Fills<Formula, T> fills{nullptr, centers.data() + item.channel};
+      const auto of_task = rounded.map([&](const A* values) { return values + task.channel; });
+      const Fills<Formula, T> fills{nullptr, centers.data() + task.channel};
       const auto sum =
           is_in_rows(geometry) ? masked_row_sums<Formula, T> : masked_planar_sums<Formula, T>;
-      sum(tensors, mask, fills, geometry, item, of_item, grad, deviation);
+      sum(tensors, mask, fills, geometry, task, of_task, grad, deviation);
     } else if (is_in_rows(geometry)) {
-      dispatch_isa<RowSums<Formula, T>>(&tensors, &geometry, &item, &rounded, grad, deviation);
+      dispatch_isa<RowSums<Formula, T>>(&tensors, &geometry, &task, &rounded, grad, deviation);
     } else {
-      dispatch_isa<PlanarSums<Formula, T>>(&tensors, &geometry, &item, &rounded, grad, deviation);
+      dispatch_isa<PlanarSums<Formula, T>>(&tensors, &geometry, &task, &rounded, grad, deviation);
     }
   });
 }
 
-// Both operators: that of dz has allocated it to be `stored`.
+// Both operators; batch_norm_backward_reduce_dz passes `stored`, the memory of dz.
 std::tuple<Tensor, Tensor, Tensor> reduce(
     const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& mean,
     const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype,
@@ -74,7 +73,7 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
       stored.has_value() ? check_stored_sources(op, input, geometry, constants, activation,
                                                 negative_slope, residual, output)
                          : check_gradient_sources(op, input, constants, activation, negative_slope);
-  const uint8_t* const places = check_mask(op, mask, input, geometry);
+  const uint8_t* const mask_data = check_mask(op, mask, input, geometry);
 
   const Partition partition(geometry);
   const auto* means = static_cast<const double*>(mean.const_data_ptr());
@@ -102,33 +101,33 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
     dispatch_activation<compute_t<T>>(choice, dtype, [&](auto act) {
       using Act = decltype(act);
       if constexpr (std::is_same_v<Act, NoActivation>) {
-        sum_segments<GradTerms, T>(geometry, partition, places, {{dy, x}}, {means}, g, d);
+        sum_segments<GradTerms, T>(geometry, partition, mask_data, {{dy, x}}, {means}, g, d);
         return;
       } else if constexpr (std::is_same_v<Act, Silu>) {
         if (residual.has_value()) {
-          sum_segments<GradTermsThrough<Act, true>::template Formula, T>(
-              geometry, partition, places, {{dy, x, data(residual)}, dz},
+          sum_segments<GradTermsWithEpilogue<Act, true>::template Formula, T>(
+              geometry, partition, mask_data, {{dy, x, data(residual)}, dz},
               {means, scales, shifts, act}, g, d);
           return;
         }
         if (stored.has_value()) {
-          sum_segments<GradTermsThrough<Act, false, true>::template Formula, T>(
-              geometry, partition, places, {{dy, x}, dz}, {means, scales, shifts, act}, g, d);
+          sum_segments<GradTermsWithEpilogue<Act, false, true>::template Formula, T>(
+              geometry, partition, mask_data, {{dy, x}, dz}, {means, scales, shifts, act}, g, d);
           return;
         }
       } else if (output.has_value()) {
-        sum_segments<GradTermsBehind<Act>::template Formula, T>(
-            geometry, partition, places, {{dy, x, data(output)}, dz}, {means, act}, g, d);
+        sum_segments<GradTermsFromOutput<Act>::template Formula, T>(
+            geometry, partition, mask_data, {{dy, x, data(output)}, dz}, {means, act}, g, d);
         return;
       }
       if constexpr (!std::is_same_v<Act, NoActivation>) {
-        sum_segments<GradTermsThrough<Act, false>::template Formula, T>(
-            geometry, partition, places, {{dy, x}}, {means, scales, shifts, act}, g, d);
+        sum_segments<GradTermsWithEpilogue<Act, false>::template Formula, T>(
+            geometry, partition, mask_data, {{dy, x}}, {means, scales, shifts, act}, g, d);
       }
     });
   });
 
-  // The first segment takes up the others.
+  // The sums of the other segments are added to the sums of the first.
   for (int64_t segment = 1; segment < partition.segments; ++segment) {
     for (int64_t c = 0; c < channels; ++c) {
       grads[c] += grads[segment * channels + c];

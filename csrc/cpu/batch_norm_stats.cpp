@@ -1,13 +1,13 @@
 // batch_norm_stats on the CPU.
 //
-// Each item of work owns a segment of positions of some channels. It guesses each channel's mean
-// from a few values spread over the segment, then goes through it once, adding up the deviations
-// from that center and their squares. The squares are corrected for the center in double, which is
-// exact enough unless it was far from the mean: then the item goes through its segment once more,
-// with the mean that it found. Segments are merged exactly in double.
+// Each task reads a segment of some channels. It guesses each channel's mean, the center, from a
+// few values of the segment and adds up the deviations from the center and their squares in one
+// pass. The squares are corrected for the center in double, which is exact enough unless the center
+// was far from the mean: then the task repeats the pass with the computed mean as center. Segments
+// are merged exactly in double.
 //
-// A center is rounded to a multiple of about the standard deviation. Subtracting it then loses no
-// bits of the values, and a mean near zero is as good as if they had been added up themselves.
+// A center is rounded to a multiple of about the standard deviation. Its subtraction then loses no
+// bits of the values, and a mean near zero is as accurate as the sum of the values themselves.
 
 #include <cmath>
 #include <vector>
@@ -16,29 +16,28 @@
 #include "../common/checks.h"
 #include "../common/message.h"
 #include "../common/moments.h"
+#include "../common/operators.h"
 #include "channel_sums.h"
 #include "dispatch.h"
 #include "masked_sums.h"
-#include "operators.h"
 
 namespace syncbn::cpu {
 namespace {
 
-// Sums of floats are carried in more bits than the result has. Those of doubles are not: a center
-// off the mean costs accuracy, so that it is guessed from more values and rounded less.
+// Sums of floats have more bits than the result, sums of doubles have not: a center off the mean
+// costs accuracy, so it is guessed from more values and rounded less.
 template <typename A>
 constexpr int kSamples = sizeof(A) == 4 ? 8 : kMaxSamples;
 template <typename A>
 constexpr A kFineness = sizeof(A) == 4 ? 1 : 0.25;
 
-// The distance from the mean, squared and in variances, from which on a center is far. It
-// multiplies the error of the squares by 1 + kFar at most.
+// A center is far if its squared distance from the mean is more than kFar variances. A nearer
+// center multiplies the error of the squares by at most 1 + kFar.
 template <typename A>
 constexpr double kFar = sizeof(A) == 4 ? 4 : 1;
 
-// The multiples next to `x` of kFineness times the largest powers of two that are no more than
-// `spread`; x itself if the spread is zero, and where the values are too large to be squared
-// anyway.
+// Rounds each x to a multiple of kFineness times the largest power of two up to its `spread`. If
+// the spread is zero, or so large that squares overflow anyway, x keeps its value.
 template <typename A, typename Vector>
 SYNCBN_INLINE void round_to_multiples(Vector& x, const Vector& spread) {
   using Integers = decltype(x == x);
@@ -46,7 +45,7 @@ SYNCBN_INLINE void round_to_multiples(Vector& x, const Vector& spread) {
   constexpr A kLargest = sizeof(A) == 4 ? 1e30 : 1e280;
   constexpr A kShift = 3 * (int64_t{1} << (kMantissa - 1)) * kFineness<A>;
   const Integers exponents = (Integers)spread >> kMantissa << kMantissa;
-  // Adding this leaves no bits for less than the power of two.
+  // A sum with this number has no bits below the power of two.
   const Vector large = spread < kLargest ? (Vector)exponents * kShift : Vector{};
   x = (x + large) - large;
 }
@@ -58,7 +57,7 @@ SYNCBN_INLINE A round_to_multiple(A x, A spread) {
   return rounded[0];
 }
 
-// Raises `largest` to |x| where that is larger.
+// largest = max(largest, |x|)
 template <typename Vector>
 SYNCBN_INLINE void raise_to_absolute(Vector& largest, const Vector& x) {
   const Vector negative = Vector{} - x;
@@ -69,10 +68,10 @@ SYNCBN_INLINE void raise_to_absolute(Vector& largest, const Vector& x) {
 struct SegmentMoments {
   double mean;
   double m2;
-  bool center_is_far;  // from the mean
+  bool center_is_far;
 };
 
-// Needs the sums of `count` deviations from `center` and of their squares.
+// `deviations` and `squares` are sums over `count` values.
 template <typename A>
 SYNCBN_INLINE SegmentMoments moments_of_sums(double count, double center, double deviations,
                                              double squares) {
@@ -87,7 +86,7 @@ SYNCBN_INLINE A better_center(const SegmentMoments& moments, double count) {
   return static_cast<A>(round_to_multiple(moments.mean, std::sqrt(moments.m2 / count)));
 }
 
-// A guess of one channel's mean from some of its values.
+// Guesses one channel's mean from some of its values.
 template <typename A>
 A guess_center(const A (&values)[kSamples<A>]) {
   A sum = 0;
@@ -102,8 +101,7 @@ A guess_center(const A (&values)[kSamples<A>]) {
   return round_to_multiple(mean, spread);
 }
 
-// The same of `channels` channels from rows that lie `stride` apart, of whose `inner` values the
-// first is taken.
+// The same for `channels` channels: of each row, the first of a channel's `inner` values is taken.
 template <typename T>
 struct GuessCenters {
   using A = compute_t<T>;
@@ -139,7 +137,7 @@ struct GuessCenters {
   }
 };
 
-// Moments from sums of deviations from centers and of their squares, and how many centers were far.
+// moments_of_sums() for each channel, and the number of far centers.
 template <typename A>
 struct MomentsOfSums {
   template <typename Isa>
@@ -159,24 +157,24 @@ struct MomentsOfSums {
   }
 };
 
-// The moments of one channel of planes. `masked` is null where all places count.
+// The moments of one channel of planes. `masked` is null without a mask.
 template <typename T>
-void planar_moments(const T* x, const Geometry& geometry, const Item& item,
+void planar_moments(const T* x, const Geometry& geometry, const Task& task,
                     const MaskedSegment* masked, double* mean, double* m2) {
   using A = compute_t<T>;
-  const int64_t places = masked != nullptr ? masked->count : item.length;
-  if (places == 0) {
+  const int64_t positions = masked != nullptr ? masked->count : task.length;
+  if (positions == 0) {
     *mean = 0;
     *m2 = 0;
     return;
   }
-  const auto count = static_cast<double>(places);
+  const auto count = static_cast<double>(positions);
   A values[kSamples<A>];
   for (int i = 0; i < kSamples<A>; ++i) {
-    const int64_t place = masked != nullptr
-                              ? masked->samples[i]
-                              : item.begin + sample_position(i, kSamples<A>, item.length);
-    values[i] = to_compute(x[Spans(geometry, item.channel, place, 1).offset]);
+    const int64_t position = masked != nullptr
+                                 ? masked->samples[i]
+                                 : task.begin + sample_position(i, kSamples<A>, task.length);
+    values[i] = to_compute(x[Spans(geometry, task.channel, position, 1).offset]);
   }
   A center = guess_center(values);
   const SummedTensors<DeviationTerms, T> tensors{{x}};
@@ -184,15 +182,15 @@ void planar_moments(const T* x, const Geometry& geometry, const Item& item,
     double deviations;
     double squares;
     if (masked != nullptr) {
-      // A value of T, which fills masked places: their deviations are exactly zero then.
+      // Masked positions are filled with a value of T: their deviations are exactly zero then.
       const T fill = static_cast<T>(center);
       center = to_compute(fill);
-      masked_planar_sums<DeviationTerms, T>(tensors, masked->mask, {&fill}, geometry, item,
+      masked_planar_sums<DeviationTerms, T>(tensors, masked->mask, {&fill}, geometry, task,
                                             {&center}, &deviations, &squares);
     } else {
-      // Constants of all channels, of which only the item's is looked at.
-      const DeviationTerms<const A*> centers{&center - item.channel};
-      dispatch_isa<PlanarSums<DeviationTerms, T>>(&tensors, &geometry, &item, &centers, &deviations,
+      // An array of all channels' constants, from which only the task's channel is read.
+      const DeviationTerms<const A*> centers{&center - task.channel};
+      dispatch_isa<PlanarSums<DeviationTerms, T>>(&tensors, &geometry, &task, &centers, &deviations,
                                                   &squares);
     }
     const SegmentMoments moments = moments_of_sums<A>(count, center, deviations, squares);
@@ -205,23 +203,23 @@ void planar_moments(const T* x, const Geometry& geometry, const Item& item,
   }
 }
 
-// The moments of the channels of an item of rows, in `means` and `m2s`.
+// The moments of the channels of a task of rows, in `means` and `m2s`.
 template <typename T>
 class RowMoments {
  public:
   using A = compute_t<T>;
 
-  RowMoments(const T* x, const Geometry& geometry, const Item& item, const MaskedSegment* masked)
-      : x_(x), geometry_(geometry), item_(item), masked_(masked) {}
+  RowMoments(const T* x, const Geometry& geometry, const Task& task, const MaskedSegment* masked)
+      : x_(x), geometry_(geometry), task_(task), masked_(masked) {}
 
   void compute(double* means, double* m2s) {
-    const int64_t places = masked_ != nullptr ? masked_->count : item_.length * geometry_.inner;
-    std::fill(means, means + item_.channels, 0);
-    std::fill(m2s, m2s + item_.channels, 0);
-    if (places == 0) {
+    const int64_t positions = masked_ != nullptr ? masked_->count : task_.length * geometry_.inner;
+    std::fill(means, means + task_.channels, 0);
+    std::fill(m2s, m2s + task_.channels, 0);
+    if (positions == 0) {
       return;
     }
-    const auto count = static_cast<double>(places);
+    const auto count = static_cast<double>(positions);
     guess();
     for (bool again : {true, false}) {
       if (masked_ != nullptr) {
@@ -229,24 +227,24 @@ class RowMoments {
       }
       sum();
       int64_t num_far = 0;
-      dispatch_isa<MomentsOfSums<A>>(item_.channels, count, &centers_[0], &deviations_[0],
+      dispatch_isa<MomentsOfSums<A>>(task_.channels, count, &centers_[0], &deviations_[0],
                                      &squares_[0], means, m2s, &num_far);
       if (num_far == 0 || !again) {
         return;
       }
-      for (int64_t c = 0; c < item_.channels; ++c) {
+      for (int64_t c = 0; c < task_.channels; ++c) {
         centers_[c] = better_center<A>({means[c], m2s[c], true}, count);
       }
     }
   }
 
  private:
-  // The position in the segment of sample number `i`, in places.
+  // The position of sample number `i`.
   int64_t sample(int i) const {
     if (masked_ != nullptr) {
       return masked_->samples[i];
     }
-    return (item_.begin + sample_position(i, kSamples<A>, item_.length)) * geometry_.inner;
+    return (task_.begin + sample_position(i, kSamples<A>, task_.length)) * geometry_.inner;
   }
 
   void guess() {
@@ -254,28 +252,28 @@ class RowMoments {
     const int64_t stride = geometry_.channels * inner;
     const T* rows[kSamples<A>];
     for (int i = 0; i < kSamples<A>; ++i) {
-      const int64_t place = sample(i);
-      rows[i] = x_ + place / inner * stride + item_.channel * inner;
+      const int64_t position = sample(i);
+      rows[i] = x_ + position / inner * stride + task_.channel * inner;
     }
     if (masked_ == nullptr || inner == 1) {
-      dispatch_isa<GuessCenters<T>>(&rows[0], item_.channels, inner, &centers_[0]);
+      dispatch_isa<GuessCenters<T>>(&rows[0], task_.channels, inner, &centers_[0]);
       return;
     }
-    // The first value of a plane may be masked: the sampled ones are brought together.
+    // The first value of a plane may be masked: the sampled values are copied.
     T sampled[kSamples<A>][kMaxColumns];
     for (int i = 0; i < kSamples<A>; ++i) {
       const T* const from = rows[i] + sample(i) % inner;
-      for (int64_t c = 0; c < item_.channels; ++c) {
+      for (int64_t c = 0; c < task_.channels; ++c) {
         sampled[i][c] = from[c * inner];
       }
       rows[i] = &sampled[i][0];
     }
-    dispatch_isa<GuessCenters<T>>(&rows[0], item_.channels, /*inner=*/int64_t{1}, &centers_[0]);
+    dispatch_isa<GuessCenters<T>>(&rows[0], task_.channels, /*inner=*/int64_t{1}, &centers_[0]);
   }
 
-  // To values of T, which fill masked places: their deviations are exactly zero then.
+  // Rounds centers to T, for masked positions: their deviations are exactly zero then.
   void round_centers() {
-    for (int64_t c = 0; c < item_.channels; ++c) {
+    for (int64_t c = 0; c < task_.channels; ++c) {
       fills_[c] = static_cast<T>(centers_[c]);
       centers_[c] = to_compute(fills_[c]);
     }
@@ -284,19 +282,19 @@ class RowMoments {
   void sum() {
     const SummedTensors<DeviationTerms, T> tensors{{x_}};
     if (masked_ != nullptr) {
-      masked_row_sums<DeviationTerms, T>(tensors, masked_->mask, {&fills_[0]}, geometry_, item_,
+      masked_row_sums<DeviationTerms, T>(tensors, masked_->mask, {&fills_[0]}, geometry_, task_,
                                          {&centers_[0]}, &deviations_[0], &squares_[0]);
       return;
     }
-    // Constants of all channels, of which only those of the item are looked at.
-    const DeviationTerms<const A*> centers{&centers_[0] - item_.channel};
-    dispatch_isa<RowSums<DeviationTerms, T>>(&tensors, &geometry_, &item_, &centers,
+    // An array of all channels' constants, from which only the task's channels are read.
+    const DeviationTerms<const A*> centers{&centers_[0] - task_.channel};
+    dispatch_isa<RowSums<DeviationTerms, T>>(&tensors, &geometry_, &task_, &centers,
                                              &deviations_[0], &squares_[0]);
   }
 
   const T* x_;
   const Geometry& geometry_;
-  const Item& item_;
+  const Task& task_;
   const MaskedSegment* masked_;
   A centers_[kMaxColumns];
   T fills_[kMaxColumns];
@@ -304,7 +302,7 @@ class RowMoments {
   double squares_[kMaxColumns];
 };
 
-// Adds moments of `count` values in each channel to those of `before` values.
+// Merges moments of `count` values of each channel into moments of `before` values.
 struct Merge {
   template <typename Isa>
   static SYNCBN_INLINE void run(int64_t channels, double before, double* mean, double* m2,
@@ -338,39 +336,39 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<double> fingerprint, 
                         std::optional<Tensor> mask) {
   constexpr const char* kOp = "syncbn::batch_norm_stats";
   const Geometry geometry = check_input(kOp, "input", input);
-  const uint8_t* const places = check_mask(kOp, mask, input, geometry);
+  const uint8_t* const mask_data = check_mask(kOp, mask, input, geometry);
   const Partition partition(geometry);
   const int64_t channels = geometry.channels;
   std::vector<double> means(partition.segments * channels);
   std::vector<double> m2s(partition.segments * channels);
 
   std::vector<MaskedSegment> masked;
-  if (places != nullptr) {
+  if (mask_data != nullptr) {
     masked = find_segments(
-        places, geometry, partition,
+        mask_data, geometry, partition,
         input.scalar_type() == ScalarType::Double ? kSamples<double> : kSamples<float>);
   }
 
   dispatch_dtype(input.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const auto* x = static_cast<const T*>(input.const_data_ptr());
-    for_each_item(geometry, partition, [&](const Item& item) {
-      const MaskedSegment* const segment = places != nullptr ? &masked[item.segment] : nullptr;
-      double* const mean = &means[item.segment * channels + item.channel];
-      double* const m2 = &m2s[item.segment * channels + item.channel];
+    for_each_task(geometry, partition, [&](const Task& task) {
+      const MaskedSegment* const segment = mask_data != nullptr ? &masked[task.segment] : nullptr;
+      double* const mean = &means[task.segment * channels + task.channel];
+      double* const m2 = &m2s[task.segment * channels + task.channel];
       if (is_in_rows(geometry)) {
-        RowMoments<T>(x, geometry, item, segment).compute(mean, m2);
+        RowMoments<T>(x, geometry, task, segment).compute(mean, m2);
       } else {
-        planar_moments<T>(x, geometry, item, segment, mean, m2);
+        planar_moments<T>(x, geometry, task, segment, mean, m2);
       }
     });
   });
 
-  // The first segment takes up the others.
+  // The moments of the other segments are merged into the moments of the first.
   int64_t before = 0;
   for (int64_t segment = 0; segment < partition.segments; ++segment) {
-    const int64_t count =
-        places != nullptr ? masked[segment].count : places_of_segment(geometry, partition, segment);
+    const int64_t count = mask_data != nullptr ? masked[segment].count
+                                               : positions_of_segment(geometry, partition, segment);
     if (segment > 0) {
       dispatch_isa<Merge>(channels, static_cast<double>(before), means.data(), m2s.data(),
                           static_cast<double>(count), &means[segment * channels],

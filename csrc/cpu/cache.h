@@ -6,9 +6,9 @@
 
 namespace syncbn::cpu {
 
-constexpr int64_t kLine = 64;  // bytes, of the caches
+constexpr int64_t kLine = 64;  // bytes of a cache line
 
-// The size of the last cache. Linux is asked and not sysconf, which counts those of all cores.
+// The size of the last-level cache. sysconf would return the sum over all cores.
 inline int64_t last_cache_bytes() {
   static const int64_t bytes = [] {
     std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index3/size");

@@ -1,9 +1,8 @@
-// Two sums over an item's values of each channel: of the weights that a formula of common/terms.h
-// gives them, and of the products of weight and deviation.
+// Two sums over a task's values of each channel: the sum of the weights of common/terms.h, and the
+// sum of the products of weight and deviation. Each input is read once.
 //
-// Every lane has sums of its own, which carry what rounding took from them (Kahan): as accurate as
-// double without the conversions. A group of packs is added up before it goes into a sum, without
-// a carry, which is the error that remains. Reads its inputs once.
+// Each lane has compensated sums (Kahan), as accurate as sums in double without conversions. The
+// packs of a group are added up without compensation before they enter a sum: the remaining error.
 #pragma once
 
 #include <array>
@@ -15,7 +14,7 @@
 
 namespace syncbn::cpu {
 
-// Packs or rows that are added up without a carry; a power of two.
+// Packs or rows that are added up without compensation; a power of two.
 constexpr int kGroup = 8;
 
 // Kahan summation of V, a pack or a vector.
@@ -32,8 +31,8 @@ struct CompensatedSum {
   }
 };
 
-// The tensors of a sum, of one geometry: those that the formula takes and, if it stores the
-// weights, the one for them.
+// The tensors of a sum, with one geometry: the formula's inputs and, if the formula stores weights,
+// their output.
 template <template <typename> class Formula, typename T>
 struct SummedTensors {
   static constexpr int kInputs = Formula<T>::kInputs;
@@ -53,7 +52,7 @@ struct SummedTensors {
   }
 };
 
-// The sums of some packs.
+// The lanes' sums over some packs.
 template <template <typename> class Formula, typename T, typename Isa>
 struct PackSums {
   using P = Pack<compute_t<T>, Isa>;
@@ -67,7 +66,6 @@ struct PackSums {
   static SYNCBN_INLINE PackSums of(const Term<P>& term) {
     return {term.weight, term.weight * term.deviation};
   }
-  // The pack that begins at `at`.
   static SYNCBN_INLINE PackSums load_pack(const Tensors& tensors, const Formula<P>& formula,
                                           int64_t at) {
     P values[kInputs];
@@ -80,8 +78,8 @@ struct PackSums {
     }
     return of(term);
   }
-  // The last `count` values before `end`, fewer than a pack. Where it overlaps, the others of a
-  // full pack before `end` are there to be read, and their weights are stored already.
+  // The last `count` values before `end`, fewer than a pack. With `overlaps` a full pack before
+  // `end` can be read; the weights of its first values are stored already.
   static SYNCBN_INLINE PackSums load_last_pack(const Tensors& tensors, const Formula<P>& formula,
                                                int64_t end, int64_t count, bool overlaps) {
     P values[kInputs];
@@ -93,13 +91,13 @@ struct PackSums {
     if constexpr (Formula<T>::kStores) {
       store_last<T, Isa>(term.weight, tensors.output + end, count);
     }
-    if constexpr (kInputs == 1) {  // whose weight is the deviation
+    if constexpr (kInputs == 1) {  // the weight is the deviation
       const P deviation = keep_last<T, Isa>(term.deviation, count);
       return of({deviation, deviation});
     }
     return of({keep_last<T, Isa>(term.weight, count), keep_last<T, Isa>(term.deviation, count)});
   }
-  // Packs that are `stride` apart.
+  // Packs at distances of `stride`.
   template <int kPacks>
   static SYNCBN_INLINE PackSums load_packs(const Tensors& tensors, const Formula<P>& formula,
                                            int64_t at, int64_t stride) {
@@ -124,10 +122,10 @@ struct PackSums {
   }
 };
 
-// One channel of planes, of which `formula` has the constants.
+// Sums one channel of planes; `constants` are the channel's.
 template <template <typename> class Formula, typename T, typename Isa>
 SYNCBN_INLINE void planar_sums(const SummedTensors<Formula, T>& tensors, const Geometry& geometry,
-                               const Item& item, const Formula<compute_t<T>>& constants,
+                               const Task& task, const Formula<compute_t<T>>& constants,
                                double& weights, double& products) {
   using P = Pack<compute_t<T>, Isa>;
   using Packs = PackSums<Formula, T, Isa>;
@@ -135,12 +133,12 @@ SYNCBN_INLINE void planar_sums(const SummedTensors<Formula, T>& tensors, const G
   const auto formula = constants.map(
       [](compute_t<T> constant) __attribute__((always_inline)) { return P::broadcast(constant); });
   CompensatedSum<typename P::Vector> weight_sum{}, product_sum{};
-  for (Spans spans(geometry, item.channel, item.begin, item.length); spans.left > 0; spans.next()) {
+  for (Spans spans(geometry, task.channel, task.begin, task.length); spans.left > 0; spans.next()) {
     const int64_t n = spans.length();
     const int64_t end = spans.offset + n;
     int64_t at = spans.offset;
     for (; at + kGroup * kSize <= end; at += kGroup * kSize) {
-      // A single stream is read ahead, unless by vectors of a whole line; measured.
+      // Measured: prefetching helps a single stream, unless a vector is a whole line.
       if constexpr (Isa::kVectorBytes < kLine && Formula<T>::kInputs == 1) {
         constexpr int64_t kAhead = 2 * kPrefetchBytes / sizeof(T);
         for (int i = 0; i < kGroup; ++i) {
@@ -172,8 +170,8 @@ SYNCBN_INLINE void planar_sums(const SummedTensors<Formula, T>& tensors, const G
   }
 }
 
-// Rows that lie `stride` apart, of kMaxColumns at most. Constants, and the sums, which are
-// overwritten, are those of columns.
+// Sums each column of rows at distances of `stride`, at most kMaxColumns columns. Constants and
+// sums are arrays over columns; sums are overwritten.
 template <template <typename> class Formula, typename T, typename Isa>
 SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t stride,
                                int64_t rows, int64_t width,
@@ -213,7 +211,7 @@ SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t
   };
   const int64_t groups = columns.narrow() ? 0 : rows / kGroup;
   if constexpr (Formula<T>::kStores) {
-    // In the order of memory: writing at several places takes twice as long, measured.
+    // Measured: stores that do not follow the order of memory take twice as long.
     alignas(64) A group_sums[2][kMaxColumns];
     for (int64_t row = 0; row < groups * kGroup; ++row) {
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
@@ -231,8 +229,8 @@ SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t
       }
     }
   } else {
-    // Rows are read as kGroup streams, each in the order of memory, which processors read ahead by
-    // themselves. Neighboring rows side by side take up to twice as long, measured.
+    // Rows are read as kGroup streams, each in the order of memory: processors prefetch streams.
+    // Measured: neighboring rows side by side take up to twice as long.
     for (int64_t group = 0; group < groups; ++group) {
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
         const int64_t at = group * stride + std::min(lane, width - kSize);
@@ -259,36 +257,36 @@ SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t
   });
 }
 
-// The channels of an item of rows. Constants, and the sums, which are overwritten, are those of
-// channels.
+// Sums the channels of a task of rows. Constants and sums are arrays over the task's channels; sums
+// are overwritten.
 template <template <typename> class Formula, typename T, typename Isa>
 SYNCBN_INLINE void row_sums(const SummedTensors<Formula, T>& tensors, const Geometry& geometry,
-                            const Item& item, const Formula<const compute_t<T>*>& constants,
+                            const Task& task, const Formula<const compute_t<T>*>& constants,
                             double* weights, double* products) {
   using A = compute_t<T>;
   const int64_t inner = geometry.inner;
   const int64_t stride = geometry.channels * inner;
-  const int64_t width = item.channels * inner;
-  const int64_t first = item.begin * stride + item.channel * inner;
+  const int64_t width = task.channels * inner;
+  const int64_t first = task.begin * stride + task.channel * inner;
   const int64_t wide = width == stride ? rows_per_wide_row(width, kMaxColumns) : 1;
   const bool columns_are_channels = inner == 1 && wide == 1;
   if (!columns_are_channels) {
-    std::fill(weights, weights + item.channels, 0);
-    std::fill(products, products + item.channels, 0);
+    std::fill(weights, weights + task.channels, 0);
+    std::fill(products, products + task.channels, 0);
   }
   A column_constants[Formula<A>::kConstants][kMaxColumns];
   double column_weights[kMaxColumns];
   double column_products[kMaxColumns];
-  // Wide rows, then those that are left over. One call: it is inlined.
+  // Wide rows, then the remaining rows. One call in a loop, because it is inlined.
   int64_t rows_in_one = wide;
-  for (int64_t done = 0; done < item.length; rows_in_one = 1) {
-    const int64_t rows = (item.length - done) / rows_in_one;
+  for (int64_t done = 0; done < task.length; rows_in_one = 1) {
+    const int64_t rows = (task.length - done) / rows_in_one;
     const int64_t at = first + done * stride;
     done += rows * rows_in_one;
     const auto for_each_column = [&](const auto& function) {
       int64_t column = 0;
       for (int64_t row = 0; row < rows_in_one; ++row) {
-        for (int64_t c = 0; c < item.channels; ++c) {
+        for (int64_t c = 0; c < task.channels; ++c) {
           for (int64_t i = 0; i < inner; ++i) {
             function(column++, c);
           }
@@ -316,7 +314,7 @@ SYNCBN_INLINE void row_sums(const SummedTensors<Formula, T>& tensors, const Geom
   }
 }
 
-// The kernels of both. Constants are those of all channels.
+// The kernels of both sums. Constants are arrays over all channels.
 
 template <template <typename> class Formula, typename T>
 struct PlanarSums {
@@ -324,11 +322,11 @@ struct PlanarSums {
 
   template <typename Isa>
   static SYNCBN_INLINE void run(const SummedTensors<Formula, T>* shared, const Geometry* geometry,
-                                const Item* item, const Formula<const A*>* constants,
+                                const Task* task, const Formula<const A*>* constants,
                                 double* weight, double* product) {
     const SummedTensors<Formula, T> tensors = *shared;  // which stores cannot change
-    const auto formula = constants->map([&](const A* values) { return values[item->channel]; });
-    planar_sums<Formula, T, Isa>(tensors, *geometry, *item, formula, *weight, *product);
+    const auto formula = constants->map([&](const A* values) { return values[task->channel]; });
+    planar_sums<Formula, T, Isa>(tensors, *geometry, *task, formula, *weight, *product);
   }
 };
 
@@ -338,11 +336,11 @@ struct RowSums {
 
   template <typename Isa>
   static SYNCBN_INLINE void run(const SummedTensors<Formula, T>* shared, const Geometry* geometry,
-                                const Item* item, const Formula<const A*>* constants,
+                                const Task* task, const Formula<const A*>* constants,
                                 double* weights, double* products) {
     const SummedTensors<Formula, T> tensors = *shared;  // which stores cannot change
-    const auto of_item = constants->map([&](const A* values) { return values + item->channel; });
-    row_sums<Formula, T, Isa>(tensors, *geometry, *item, of_item, weights, products);
+    const auto of_task = constants->map([&](const A* values) { return values + task->channel; });
+    row_sums<Formula, T, Isa>(tensors, *geometry, *task, of_task, weights, products);
   }
 };
 

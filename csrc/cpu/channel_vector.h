@@ -1,5 +1,5 @@
-// One value per channel: weights, biases, running buffers and their gradients are read and written
-// as double, whatever their dtype and stride.
+// Channel vectors (weights, biases, running statistics, gradients), which have any dtype and stride
+// and are read and written as double.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace syncbn::cpu {
 
-// Arrays of one double per channel, up to `capacity` of them in one allocation: a small layer's
-// pass would spend several percent of its time in one for each.
+// Up to `capacity` arrays of one double per channel. They share one allocation: an allocation for
+// each would take several percent of a small layer's pass.
 class ChannelArrays {
  public:
   ChannelArrays(int64_t capacity, int64_t channels)

@@ -8,8 +8,8 @@
 
 namespace syncbn::cpu {
 
-// The last pack may overlap the one before it. Columns that are fewer than a pack are one pack,
-// right aligned, whose first places are not used.
+// The last pack may overlap the pack before it. A narrow matrix has fewer columns than a pack: they
+// are the last positions of one pack, whose first positions are unused.
 template <typename T, typename Isa>
 struct Columns {
   static constexpr int kSize = Pack<compute_t<T>, Isa>::kSize;
@@ -19,16 +19,17 @@ struct Columns {
   int64_t packs() const { return ceil_div(width, kSize); }
   int64_t lanes() const { return packs() * kSize; }
   bool narrow() const { return width < kSize; }
-  // The first column of pack number `pack`; negative where the matrix is narrow.
+  // The first column of pack number `pack`; negative if the matrix is narrow.
   int64_t first(int64_t pack) const { return std::min((pack + 1) * kSize, width) - kSize; }
 
-  // Calls function(lane, column) for all, the lanes of all packs numbered through.
+  // Calls function(lane, column) for each column; the lanes of all packs are numbered
+  // consecutively.
   template <typename Function>
   SYNCBN_INLINE void for_each_lane(const Function& function) const {
     for (int64_t pack = 0; pack < packs(); ++pack) {
       SYNCBN_INDEPENDENT
       for (int lane = 0; lane < kSize; ++lane) {
-        const int64_t column = first(pack) + place_of_lane<T, Isa>(lane);
+        const int64_t column = first(pack) + position_of_lane<T, Isa>(lane);
         if (!narrow() || column >= 0) {
           function(pack * kSize + lane, column);
         }
@@ -36,7 +37,6 @@ struct Columns {
     }
   }
 
-  // Pack number `pack` of a row.
   SYNCBN_INLINE Pack<compute_t<T>, Isa> load_pack(const T* row, int64_t pack) const {
     return narrow() ? load_last<T, Isa>(row + width, width) : load<T, Isa>(row + first(pack));
   }

@@ -1,8 +1,8 @@
-// Element-wise work, which computes each value from those at the same position of some tensors by a
-// Formula of common/formulas.h. Each tensor is read or written once.
+// Element-wise operators: a Formula of common/formulas.h computes each output value from the
+// inputs' values at the same index. Each tensor is read or written once.
 //
-// Formula<double*> points to the constants of all channels as they were computed, Formula<const A*>
-// to the same as a loop reads them, and Formula<Pack> computes.
+// Formula<double*> points to the constants of all channels, Formula<const A*> to the arrays that a
+// loop reads, and Formula<Pack> computes.
 #pragma once
 
 #include <memory>
@@ -15,13 +15,10 @@
 
 namespace syncbn::cpu {
 
-// The widest row that is made of several short ones, in values.
+// The maximum number of values of a wide row, which consists of several short rows.
 constexpr int64_t kWidestRow = 2048;
 
-// Values of an output that are computed before their masked places are set to zero.
-constexpr int64_t kMaskedPiece = 4096;
-
-// A constant of all channels as PlaneLoop reads it.
+// Lays out a constant of all channels for PlaneLoop.
 template <typename T>
 struct LayOutForPlanes {
   template <typename Isa>
@@ -34,8 +31,8 @@ struct LayOutForPlanes {
   }
 };
 
-// A constant of all channels as RowLoop reads it, in the lanes of a row of `width` columns. Where a
-// channel has several columns, `of_columns` is memory for all of them.
+// Lays out a constant of all channels for RowLoop: a value for each lane of a row of `width`
+// columns. If a channel has several columns, `of_columns` is memory for `width` values.
 template <typename T>
 struct LayOutForRows {
   template <typename Isa>
@@ -57,14 +54,14 @@ struct LayOutForRows {
   }
 };
 
-// Memory for the constants of a Formula as a loop reads them: arrays of up to `length` values.
+// Memory for the constants that a loop reads: arrays of up to `length` values.
 template <template <typename> class Formula, typename A>
 class ConstantArrays {
  public:
   explicit ConstantArrays(int64_t length)
       : length_(round_up(length, kLargestPack)), storage_(kNumber * length_ + kLine / sizeof(A)) {}
 
-  // Calls lay_out(constant of all channels, array) for each constant.
+  // Calls lay_out(a constant of all channels, its array) for each constant of the formula.
   template <typename Function>
   Formula<const A*> fill(const Formula<double*>& of_channels, const Function& lay_out) {
     // Vectors of constants must not straddle cache lines.
@@ -94,22 +91,22 @@ void compute_in_planes(ElementwiseJob<Formula, T> job, const Geometry& geometry,
   job.constants = arrays.fill(constants, [&](const double* of_channels, compute_t<T>* array) {
     dispatch_isa<LayOutForPlanes<T>>(of_channels, &geometry, array);
   });
-  constexpr int64_t kPiece = 1024;
+  constexpr int64_t kUnit = 1024;  // threads begin at multiples of it
   const int64_t values = geometry.numel();
   const auto compute = [&](const ElementwiseJob<Formula, T>& part, int64_t at, int64_t count) {
     dispatch_isa<PlaneLoop<Formula, T>>(&part, &geometry, at, at + count);
   };
-  const auto clear = [&](T* of_piece, int64_t at, int64_t count) {
-    dispatch_isa<ClearPlanes<T>>(of_piece, mask, &geometry, at, count);
+  const auto clear = [&](T* of_chunk, int64_t at, int64_t count) {
+    dispatch_isa<ClearPlanes<T>>(of_chunk, mask, &geometry, at, count);
   };
   torch::stable::parallel_for(
-      0, ceil_div(values, kPiece), kMinValuesPerThread / kPiece, [&](int64_t first, int64_t last) {
-        const int64_t begin = first * kPiece;
-        const int64_t end = std::min(last * kPiece, values);
+      0, ceil_div(values, kUnit), kMinValuesPerThread / kUnit, [&](int64_t first, int64_t last) {
+        const int64_t begin = first * kUnit;
+        const int64_t end = std::min(last * kUnit, values);
         if (mask == nullptr) {
           compute(job, begin, end - begin);
         } else {
-          compute_masked<Formula, T>(job, begin, end, kMaskedPiece, compute, clear);
+          compute_masked<Formula, T>(job, begin, end, kChunkValues, compute, clear);
         }
       });
 }
@@ -128,7 +125,6 @@ void compute_in_rows(ElementwiseJob<Formula, T> job, const Geometry& geometry, c
       dispatch_isa<LayOutForRows<T>>(of_channels, &geometry, width, of_columns.data(), array);
     });
   };
-  // Rows of `width` values.
   const auto compute_rows = [&](int64_t width, int64_t begin, int64_t rows) {
     const auto compute = [&](const ElementwiseJob<Formula, T>& part, int64_t at, int64_t count) {
       dispatch_isa<RowLoop<Formula, T>>(&part, width, at, count / width);
@@ -142,8 +138,8 @@ void compute_in_rows(ElementwiseJob<Formula, T> job, const Geometry& geometry, c
       dispatch_isa<ClearRows<T>>(values, mask + at / geometry.channels, &geometry, count / row,
                                  lanes.data());
     };
-    const int64_t piece = std::max<int64_t>(kMaskedPiece / width, 1) * width;
-    compute_masked<Formula, T>(job, begin, begin + rows * width, piece, compute, clear);
+    const int64_t chunk = std::max<int64_t>(kChunkValues / width, 1) * width;
+    compute_masked<Formula, T>(job, begin, begin + rows * width, chunk, compute, clear);
   };
   if (wide_rows > 0) {
     lay_out(wide_row);
@@ -161,8 +157,8 @@ template <template <typename> class Formula, typename T>
 void elementwise(const Geometry& geometry, const uint8_t* mask,
                  const std::array<const T*, Formula<T>::kInputs>& inputs, T* output,
                  const Formula<double*>& constants) {
-  // Tensors that the last cache cannot hold are stored past it, which saves reading what is
-  // overwritten.
+  // If the last-level cache cannot hold the tensors, the output bypasses the caches: that saves
+  // reading the overwritten lines.
   const auto tensor_bytes = static_cast<int64_t>(geometry.numel() * sizeof(T));
   const bool stream = (int64_t{Formula<T>::kInputs} + 1) * tensor_bytes > last_cache_bytes() &&
                       reinterpret_cast<size_t>(output) % kLine == 0;

@@ -1,5 +1,4 @@
-// Element-wise work as its loops see it: some tensors to read and one of the same geometry to
-// write.
+// An element-wise operator as its loops see it: inputs and an output of one geometry.
 #pragma once
 
 #include <array>
@@ -15,10 +14,9 @@ struct ElementwiseJob {
 
   std::array<const T*, kInputs> inputs;
   T* output;
-  Formula<const A*> constants;  // of channels for planes, of the lanes of a row for rows
-  bool stream;                  // the output, past the caches
+  Formula<const A*> constants;  // a value per channel (planes) or per lane of a row (rows)
+  bool stream;                  // the output bypasses the caches
 
-  // The pack that begins at `at`.
   template <bool kStream, typename Isa>
   SYNCBN_INLINE void compute(const Formula<Pack<A, Isa>>& formula, int64_t at) const {
     Pack<A, Isa> values[kInputs];
@@ -28,7 +26,7 @@ struct ElementwiseJob {
     store<T, Isa, kStream>(formula(values), output + at);
   }
 
-  // The `count` values before `end`, fewer than a pack.
+  // Computes the `count` values before `end`, fewer than a pack.
   template <typename Isa>
   SYNCBN_INLINE void compute_last(const Formula<Pack<A, Isa>>& formula, int64_t end,
                                   int64_t count) const {
@@ -39,7 +37,7 @@ struct ElementwiseJob {
     store_last<T, Isa>(formula(values), output + end, count);
   }
 
-  // Reads ahead what compute<kStream>() will need.
+  // Prefetches the memory that compute<kStream>() will access.
   template <bool kStream, Ahead kAhead, typename Isa>
   SYNCBN_INLINE void prefetch(int64_t at) const {
     for (const T* input : inputs) {
@@ -51,7 +49,7 @@ struct ElementwiseJob {
   }
 };
 
-// Makes what was stored past the caches visible before any later store.
+// Makes stores that bypassed the caches visible before any later store.
 SYNCBN_INLINE void finish_streaming() {
 #if defined(__x86_64__)
   asm volatile("sfence" ::: "memory");

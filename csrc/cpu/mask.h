@@ -1,9 +1,9 @@
-// Masks: a byte for each place of the input, 0 where the place does not count.
+// Masks: a byte for each position of the input, 0 if the position is masked.
 //
-// The loops over planes and rows know no mask. Sums are of pieces of the tensors, copied with other
-// values at masked places (masked_sums.h); outputs are computed in pieces, whose masked places are
-// set to zero afterwards (masked_output.h). The pieces stay in the caches, so that each tensor is
-// still read or written once, and no loop is compiled twice.
+// The loops over planes and rows know no mask, so that no loop is compiled twice. Sums read chunks
+// of the tensors, which are copied with fill values at masked positions (masked_sums.h). Outputs
+// are computed in chunks, and masked positions are set to zero afterwards (masked_output.h). Chunks
+// stay in the caches: each tensor is still read or written once.
 #pragma once
 
 #include <array>
@@ -16,9 +16,11 @@
 
 namespace syncbn::cpu {
 
+constexpr int64_t kChunkValues = 4096;  // of each tensor in a chunk: the caches hold all of them
+
 namespace detail {
 
-// The bits of a value, which are copied whatever they mean.
+// Values are copied as bits.
 template <size_t kBytes>
 struct BitsOfSize;
 template <>
@@ -44,7 +46,7 @@ SYNCBN_INLINE void select(const T* from, const uint8_t* mask, const Fill& fill, 
   auto* out = reinterpret_cast<Bits<T>*>(to);
   SYNCBN_INDEPENDENT
   for (int64_t i = 0; i < count; ++i) {
-    const Bits<T> value = in[i];  // read in any case: a loop without branches
+    const Bits<T> value = in[i];  // always read: a loop without branches
     out[i] = mask[i] != 0 ? value : fill(i);
   }
 }
@@ -56,7 +58,7 @@ SYNCBN_INLINE Bits<T> bits_of(const T& value) {
   return bits;
 }
 
-// Copies without the call that a copy of unknown length is: it takes as long as a short row.
+// Copies without a call of memcpy, which would take as long as a short row.
 template <typename Isa, typename T>
 SYNCBN_INLINE void copy(const T* from, int64_t count, T* to) {
   constexpr int64_t kVector = Isa::kVectorBytes / sizeof(T);
@@ -70,7 +72,7 @@ SYNCBN_INLINE void copy(const T* from, int64_t count, T* to) {
   }
 }
 
-// Fills `lanes` with the bytes of a mask, again and again: a row's channels share its places.
+// Repeats the mask of a row's `inner` positions for each of its channels.
 SYNCBN_INLINE void repeat_mask(const uint8_t* mask, int64_t inner, int64_t width, uint8_t* lanes) {
   std::memcpy(lanes, mask, inner);
   for (int64_t done = inner; done < width;) {
@@ -82,27 +84,27 @@ SYNCBN_INLINE void repeat_mask(const uint8_t* mask, int64_t inner, int64_t width
 
 }  // namespace detail
 
-// Copies `count` values of one channel from position `begin` on, those of masked places as `fill`.
-// `mask` is that of the tensor.
+// Copies `count` values of one channel from position `begin` on, with `fill` at masked positions.
+// `mask` begins at position 0.
 template <typename T>
 struct SelectPlanes {
   template <typename Isa>
   static SYNCBN_INLINE void run(const T* tensor, const uint8_t* mask, const Geometry* geometry,
                                 int64_t channel, int64_t begin, int64_t count, T fill, T* to) {
     const auto bits = detail::bits_of(fill);
-    const uint8_t* place = mask + begin;
+    const uint8_t* position = mask + begin;
     for (Spans spans(*geometry, channel, begin, count); spans.left > 0; spans.next()) {
       const int64_t n = spans.length();
-      detail::select(tensor + spans.offset, place, [=](int64_t) { return bits; }, n, to);
-      place += n;
+      detail::select(tensor + spans.offset, position, [=](int64_t) { return bits; }, n, to);
+      position += n;
       to += n;
     }
   }
 };
 
-// Copies rows of `width` values that lie `stride` apart, masked places as `fills` has them, a value
-// for each column. `mask` is that of the first row, `lanes` memory for a row's. Rows of one place
-// are left out where it is masked; `copied` is the number of the others.
+// Copies rows of `width` values at distances of `stride`, with `fills`, a value for each column, at
+// masked positions. `mask` begins at the first row; `lanes` is memory for one row's mask. With
+// inner == 1 masked rows are skipped. `copied` is the number of copied rows.
 template <typename T>
 struct SelectRows {
   template <typename Isa>
@@ -125,7 +127,8 @@ struct SelectRows {
   }
 };
 
-// Sets the masked places among `count` values to zero, which are those of a tensor from `begin` on.
+// Sets values at masked positions to zero: `values` are `count` values of a tensor from index
+// `begin` on.
 template <typename T>
 struct ClearPlanes {
   template <typename Isa>
@@ -136,14 +139,14 @@ struct ClearPlanes {
       const int64_t plane = (begin + done) / inner;
       const int64_t within = (begin + done) % inner;
       const int64_t n = std::min(inner - within, count - done);
-      const uint8_t* place = mask + plane / geometry->channels * inner + within;
-      detail::select(values + done, place, [](int64_t) { return 0; }, n, values + done);
+      const uint8_t* position = mask + plane / geometry->channels * inner + within;
+      detail::select(values + done, position, [](int64_t) { return 0; }, n, values + done);
       done += n;
     }
   }
 };
 
-// The same of whole rows, of which `mask` is that of the first.
+// The same for whole rows. `mask` begins at the first row.
 template <typename T>
 struct ClearRows {
   template <typename Isa>
@@ -163,24 +166,21 @@ struct ClearRows {
   }
 };
 
-// The number of places that count among `count` of them.
-struct CountPlaces {
+struct CountUnmasked {
   template <typename Isa>
-  static SYNCBN_INLINE void run(const uint8_t* mask, int64_t count, int64_t* places) {
+  static SYNCBN_INLINE void run(const uint8_t* mask, int64_t count, int64_t* positions) {
     uint32_t sum = 0;
     for (int64_t i = 0; i < count; ++i) {
       sum += mask[i] != 0;
     }
-    *places = sum;
+    *positions = sum;
   }
 };
 
-// What a mask leaves of a segment: the number of its places that count, and where samples of them
-// are, as places of the tensor.
 struct MaskedSegment {
-  const uint8_t* mask = nullptr;  // of the tensor
-  int64_t count = 0;
-  std::array<int64_t, kMaxSamples> samples = {};
+  const uint8_t* mask = nullptr;                  // of the tensor, from position 0 on
+  int64_t count = 0;                              // unmasked positions of the segment
+  std::array<int64_t, kMaxSamples> samples = {};  // some of them, counted from the tensor's start
 };
 
 inline MaskedSegment find_segment(const uint8_t* mask, int64_t begin, int64_t length, int samples) {
@@ -189,34 +189,33 @@ inline MaskedSegment find_segment(const uint8_t* mask, int64_t begin, int64_t le
   std::vector<int64_t> of_block(ceil_div(length, kBlock));
   for (size_t block = 0; block < of_block.size(); ++block) {
     const int64_t first = static_cast<int64_t>(block) * kBlock;
-    dispatch_isa<CountPlaces>(mask + begin + first, std::min(kBlock, length - first),
-                              &of_block[block]);
+    dispatch_isa<CountUnmasked>(mask + begin + first, std::min(kBlock, length - first),
+                                &of_block[block]);
     segment.count += of_block[block];
   }
   size_t block = 0;
-  int64_t before = 0;  // places that count in front of the block
+  int64_t before = 0;  // unmasked positions before the block
   for (int i = 0; i < samples && segment.count > 0; ++i) {
     const int64_t rank = sample_position(i, samples, segment.count);
     while (before + of_block[block] <= rank) {
       before += of_block[block++];
     }
-    int64_t place = begin + static_cast<int64_t>(block) * kBlock;
-    for (int64_t left = rank - before; left > 0 || mask[place] == 0; ++place) {
-      left -= mask[place] != 0;
+    int64_t position = begin + static_cast<int64_t>(block) * kBlock;
+    for (int64_t left = rank - before; left > 0 || mask[position] == 0; ++position) {
+      left -= mask[position] != 0;
     }
-    segment.samples[i] = place;
+    segment.samples[i] = position;
   }
   return segment;
 }
 
-// Those of a partition.
 inline std::vector<MaskedSegment> find_segments(const uint8_t* mask, const Geometry& geometry,
                                                 const Partition& partition, int samples) {
   std::vector<MaskedSegment> segments(partition.segments);
-  const int64_t places = places_of_segment(geometry, partition, 0);
+  const int64_t positions = positions_of_segment(geometry, partition, 0);
   for (int64_t i = 0; i < partition.segments; ++i) {
     segments[i] =
-        find_segment(mask, i * places, places_of_segment(geometry, partition, i), samples);
+        find_segment(mask, i * positions, positions_of_segment(geometry, partition, i), samples);
   }
   return segments;
 }

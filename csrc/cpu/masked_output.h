@@ -1,4 +1,4 @@
-// Element-wise work under a mask: see mask.h.
+// Element-wise operators with a mask: see mask.h.
 #pragma once
 
 #include <memory>
@@ -8,7 +8,7 @@
 
 namespace syncbn::cpu {
 
-// Copies past the caches, but for the lines that are written in part.
+// Copies with stores that bypass the caches, except to lines that are written in part.
 template <typename T>
 struct StreamCopy {
   template <typename Isa>
@@ -30,16 +30,16 @@ struct StreamCopy {
   }
 };
 
-// Computes the values from `begin` to `end` by compute(job, at, count), in pieces of `piece` values
-// that begin at `at`, and has clear(values, at, count) set their masked places to zero.
+// Computes the values from `begin` to `end` in chunks of `chunk` values: compute(job, at, count)
+// computes a chunk, clear(values, at, count) sets its masked positions to zero.
 template <template <typename> class Formula, typename T, typename Compute, typename Clear>
 void compute_masked(const ElementwiseJob<Formula, T>& job, int64_t begin, int64_t end,
-                    int64_t piece, const Compute& compute, const Clear& clear) {
+                    int64_t chunk, const Compute& compute, const Clear& clear) {
   ElementwiseJob<Formula, T> part = job;
   part.stream = false;
-  const std::unique_ptr<T[]> memory(job.stream ? new T[piece] : nullptr);
-  for (int64_t at = begin; at < end; at += piece) {
-    const int64_t count = std::min(piece, end - at);
+  const std::unique_ptr<T[]> memory(job.stream ? new T[chunk] : nullptr);
+  for (int64_t at = begin; at < end; at += chunk) {
+    const int64_t count = std::min(chunk, end - at);
     T* values = job.output + at;
     if (job.stream) {
       values = memory.get();

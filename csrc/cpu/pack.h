@@ -1,9 +1,9 @@
-// A pack: two vectors of values to compute with, and how stored values become one and back.
+// A pack: two vectors of values, and the conversions between a pack and stored values.
 //
-// A pack holds a value in a lane, memory has it in a place. The lanes of a pack of bfloat16 are not
-// in the order of places: two neighbors are one 32-bit word, whose halves are shifted and masked
-// into the two vectors: first the values at even places, then those at odd ones. That takes half of
-// the instructions that keeping the order would.
+// A value has a lane in the pack and a position in memory. The lanes of a pack of bfloat16 are not
+// in the order of positions: the first vector has the values at even positions, the second the
+// values at odd positions. Both are made of 32-bit words, each of two neighboring values, by a
+// shift and a mask: half as many instructions as the order of positions would take.
 #pragma once
 
 #include <cstdint>
@@ -35,11 +35,11 @@ struct Pack {
 
   static SYNCBN_INLINE Pack zero() { return {Vector{}, Vector{}}; }
   static SYNCBN_INLINE Pack broadcast(A x) {
-    // Named, because GCC sets a vector that is made within a struct lane by lane.
+    // A variable, because GCC would set an unnamed vector lane by lane.
     const Vector vector = x - Vector{};
     return {vector, vector};
   }
-  // Values in the order of lanes, whatever is stored in that order.
+  // Reads values in the order of lanes.
   static SYNCBN_INLINE Pack read(const A* from) {
     Pack pack;
     std::memcpy(&pack.low, from, sizeof(Vector));
@@ -62,8 +62,8 @@ struct Pack {
   }
   friend SYNCBN_INLINE Pack operator*(const Pack& x, A y) { return {x.low * y, x.high * y}; }
 
-  // Those of common/activations.h. A compiler fuses the two operations of one expression in every
-  // function, or, without the instruction, in none.
+  // Overloads of common/activations.h. A compiler fuses the two operations of one expression in
+  // each function or, if the processor has no such instruction, in none.
   friend SYNCBN_INLINE Pack multiply_add(const Pack& x, const Pack& y, const Pack& z) {
     return {x.low * y.low + z.low, x.high * y.high + z.high};
   }
@@ -83,19 +83,18 @@ struct Pack {
   }
 };
 
-// The place in memory of what lane `lane` of a pack of T holds.
+// The position in memory of a lane's value in a pack of T.
 template <typename T, typename Isa>
-constexpr int place_of_lane(int lane) {
+constexpr int position_of_lane(int lane) {
   constexpr int kHalf = Pack<compute_t<T>, Isa>::kSize / 2;
   return !std::is_same_v<T, BFloat16> ? lane : lane < kHalf ? 2 * lane : 2 * (lane - kHalf) + 1;
 }
 
-// The distance at which loops read ahead, measured with AVX2. It does not matter that a tensor ends
-// before.
+// The distance at which loops prefetch, measured with AVX2. It may be past a tensor's end.
 constexpr int64_t kPrefetchBytes = 2048;
 
-// The lines of a pack that are read ahead, measured: where packs are not read in the order of
-// memory, processors do not complete a pair of lines by themselves.
+// The lines of a pack that are prefetched, measured: if packs are not read in the order of memory,
+// processors do not complete a pair of lines by themselves.
 enum class Ahead { kFirstLine, kAllLines };
 
 template <typename P, Ahead kAhead, bool kToWrite = false, typename T>
@@ -108,16 +107,16 @@ SYNCBN_INLINE void prefetch_pack(const T* from) {
 
 namespace detail {
 
-// Rounds to the upper half of each word, to nearest, ties to even. A NaN stays one: its lower half
-// is zero, whether it was computed, loaded or a constant from to_constant().
+// Rounds to the upper half of each word, to nearest, ties to even. A NaN stays a NaN: the lower
+// half of a computed or loaded NaN and of to_constant() is zero.
 template <typename Isa, typename Vector>
 SYNCBN_INLINE void round_to_bfloat16(const Vector& x, typename Words<Isa>::Vector& rounded) {
   const auto bits = (typename Words<Isa>::Vector)x;
   rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
 }
 
-// GCC has no vector type for float16 on x86, and its intrinsics cannot be inlined into a function
-// that is compiled for the baseline as well. Clang does not take the assembly in such a function.
+// GCC has no vector type for float16 on x86 and cannot inline the intrinsics into a function that
+// is also compiled for the baseline. Clang rejects the assembly in such a function.
 #if defined(__x86_64__) && !defined(__clang__)
 template <typename Isa>
 constexpr bool kConvertsHalf = !std::is_same_v<Isa, Baseline>;
@@ -134,15 +133,15 @@ SYNCBN_INLINE void narrow_to_half(const Vector& x, HalfVector& narrow) {
 template <typename Isa>
 constexpr bool kConvertsHalf = false;
 
-// Declared for the calls that are left out.
+// Declared for discarded calls.
 template <typename Vector, typename HalfVector>
 void widen_half(const HalfVector& x, Vector& wide);
 template <typename Vector, typename HalfVector>
 void narrow_to_half(const Vector& x, HalfVector& narrow);
 #endif
 
-// Stores past the caches; `to` is aligned to the vector. A sanitizer does not see what assembly
-// stores.
+// Stores and bypasses the caches; `to` is aligned to the vector. Sanitizers do not see stores by
+// assembly.
 template <typename Vector>
 SYNCBN_INLINE void stream_vector(const Vector& x, void* to) {
 #if defined(__clang__)
@@ -174,13 +173,13 @@ SYNCBN_INLINE compute_t<T> to_compute(T x) {
   return static_cast<compute_t<T>>(x);
 }
 
-// A value to compute outputs with.
+// A constant of a formula. A NaN has a lower half of zero: see round_to_bfloat16().
 template <typename A>
 SYNCBN_INLINE A to_constant(double x) {
   return x == x ? static_cast<A>(x) : std::numeric_limits<A>::quiet_NaN();
 }
 
-// The values from `from` on.
+// Loads the pack at `from`.
 template <typename T, typename Isa>
 SYNCBN_INLINE Pack<compute_t<T>, Isa> load(const T* from) {
   using P = Pack<compute_t<T>, Isa>;
@@ -207,7 +206,7 @@ SYNCBN_INLINE Pack<compute_t<T>, Isa> load(const T* from) {
   }
 }
 
-// The inverse. Streaming needs `to` to be aligned to a vector of T.
+// Stores a pack. With kStream `to` must be aligned to a vector of T.
 template <typename T, typename Isa, bool kStream = false>
 SYNCBN_INLINE void store(const Pack<compute_t<T>, Isa>& pack, T* to) {
   using P = Pack<compute_t<T>, Isa>;
@@ -234,7 +233,8 @@ SYNCBN_INLINE void store(const Pack<compute_t<T>, Isa>& pack, T* to) {
   }
 }
 
-// The `count` values before `end`, in the last places; the others are zero. And the inverse.
+// Load and store the `count` values before `end`, the last positions of a pack. The other positions
+// of a loaded pack are zero.
 template <typename T, typename Isa>
 SYNCBN_INLINE Pack<compute_t<T>, Isa> load_last(const T* end, int64_t count) {
   constexpr int kSize = Pack<compute_t<T>, Isa>::kSize;
@@ -253,37 +253,37 @@ SYNCBN_INLINE void store_last(const Pack<compute_t<T>, Isa>& pack, T* end, int64
 namespace detail {
 
 template <typename T, typename Isa>
-struct Places {
+struct Positions {
   compute_t<T> of_lane[Pack<compute_t<T>, Isa>::kSize];
 
-  constexpr Places() : of_lane() {
+  constexpr Positions() : of_lane() {
     for (int lane = 0; lane < Pack<compute_t<T>, Isa>::kSize; ++lane) {
-      of_lane[lane] = place_of_lane<T, Isa>(lane);
+      of_lane[lane] = position_of_lane<T, Isa>(lane);
     }
   }
 };
 
 }  // namespace detail
 
-// The first `count` places of one pack, the others of another.
+// Returns the first `count` positions of `first` and the other positions of `others`.
 template <typename T, typename Isa>
-SYNCBN_INLINE Pack<compute_t<T>, Isa> first_places(const Pack<compute_t<T>, Isa>& first,
-                                                   const Pack<compute_t<T>, Isa>& others,
-                                                   int64_t count) {
+SYNCBN_INLINE Pack<compute_t<T>, Isa> first_positions(const Pack<compute_t<T>, Isa>& first,
+                                                      const Pack<compute_t<T>, Isa>& others,
+                                                      int64_t count) {
   using P = Pack<compute_t<T>, Isa>;
-  static constexpr detail::Places<T, Isa> kPlaces;
-  const P places = P::read(kPlaces.of_lane);
+  static constexpr detail::Positions<T, Isa> kPositions;
+  const P positions = P::read(kPositions.of_lane);
   const auto bound = static_cast<compute_t<T>>(count);
-  return {places.low < bound ? first.low : others.low,
-          places.high < bound ? first.high : others.high};
+  return {positions.low < bound ? first.low : others.low,
+          positions.high < bound ? first.high : others.high};
 }
 
-// The last `count` places of `pack`, zero in the others.
+// Returns the last `count` positions of `pack`, and zero in the other positions.
 template <typename T, typename Isa>
 SYNCBN_INLINE Pack<compute_t<T>, Isa> keep_last(const Pack<compute_t<T>, Isa>& pack,
                                                 int64_t count) {
   using P = Pack<compute_t<T>, Isa>;
-  return first_places<T, Isa>(P::zero(), pack, P::kSize - count);
+  return first_positions<T, Isa>(P::zero(), pack, P::kSize - count);
 }
 
 }  // namespace syncbn::cpu

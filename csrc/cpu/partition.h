@@ -1,5 +1,5 @@
-// The partition of a reduction's work into items. It depends on the shape alone, never on the
-// number of threads, and partial results are merged by index: the same bits on every run.
+// The partition of a reduction into tasks. It depends only on the shape, never on the number of
+// threads, and partial results are merged by index: the same bits on every run.
 #pragma once
 
 #include <algorithm>
@@ -10,24 +10,23 @@
 
 namespace syncbn::cpu {
 
-// Columns of rows that are reduced together: their sums stay in L1.
+// The maximum number of columns of a task: their sums stay in L1.
 constexpr int64_t kMaxColumns = 512;
 
-// Fewer values than this, about 5 us of work, are not worth another thread.
+// About 5 us of work: fewer values are not worth another thread.
 constexpr int64_t kMinValuesPerThread = 16384;
 
 inline int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-constexpr int64_t kShortPlane = 32;
+constexpr int64_t kShortPlane = 32;  // the size of the largest pack
 
-// Returns whether the input is taken as rows, each of which holds the `inner` values of all
-// channels: a matrix, where that is one value, and planes that are shorter than a pack may be.
-// Other planes are taken one by one.
+// Returns whether the input is processed in rows of all channels' `inner` values: a matrix, or
+// planes shorter than a pack. Longer planes are processed one by one.
 inline bool is_in_rows(const Geometry& geometry) { return geometry.inner < kShortPlane; }
 
-// An item of work: a segment of the rows, for some channels, or a segment of the values of one
-// channel, in the order of memory.
-struct Item {
+// A segment of the rows, for some channels; or a segment of one channel's values, in the order of
+// memory.
+struct Task {
   int64_t segment;
   int64_t channel;
   int64_t channels;
@@ -43,56 +42,55 @@ struct Partition {
   int64_t block_channels;
 
   explicit Partition(const Geometry& geometry) {
-    constexpr int64_t kMaxItems = 64;
-    constexpr int64_t kMinValues = 65536;  // from here on the fixed cost of an item is small
+    constexpr int64_t kMaxTasks = 64;
+    constexpr int64_t kMinValues = 65536;  // per task: its fixed cost is small then
     const bool in_rows = is_in_rows(geometry);
     length = in_rows ? geometry.outer : geometry.per_channel();
     block_channels = in_rows ? kMaxColumns / geometry.inner : 1;
     blocks = ceil_div(geometry.channels, block_channels);
-    const int64_t items = std::clamp<int64_t>(geometry.numel() / kMinValues, 1, kMaxItems);
+    const int64_t tasks = std::clamp<int64_t>(geometry.numel() / kMinValues, 1, kMaxTasks);
     const int64_t multiple = in_rows ? 16 : 1024;
-    segment_length = ceil_div(length, ceil_div(items, blocks));
+    segment_length = ceil_div(length, ceil_div(tasks, blocks));
     segment_length = std::max<int64_t>(round_up(segment_length, multiple), multiple);
     segments = std::max<int64_t>(ceil_div(length, segment_length), 1);
   }
 };
 
-// The places of a segment.
-inline int64_t places_of_segment(const Geometry& geometry, const Partition& partition,
-                                 int64_t segment) {
+inline int64_t positions_of_segment(const Geometry& geometry, const Partition& partition,
+                                    int64_t segment) {
   const int64_t left = partition.length - segment * partition.segment_length;
   return std::min(partition.segment_length, left) * (is_in_rows(geometry) ? geometry.inner : 1);
 }
 
-// The most values of a channel that are looked at before a segment is gone through.
+// The maximum number of a channel's values that a center is guessed from.
 constexpr int kMaxSamples = 32;
 
-// The position of sample number `sample` of `samples`, spread over `count` positions.
+// `samples` samples are spread over `count` positions; returns the position of number `sample`.
 inline int64_t sample_position(int sample, int samples, int64_t count) {
   return count * (2 * sample + 1) / (2 * samples);
 }
 
-// Calls function(item) for each.
+// Calls function(task) for each.
 template <typename Function>
-void for_each_item(const Geometry& geometry, const Partition& partition, const Function& function) {
-  const int64_t items = geometry.numel() == 0 ? 0 : partition.segments * partition.blocks;
-  const int64_t values_per_item =
-      std::max<int64_t>(geometry.numel() / std::max<int64_t>(items, 1), 1);
+void for_each_task(const Geometry& geometry, const Partition& partition, const Function& function) {
+  const int64_t tasks = geometry.numel() == 0 ? 0 : partition.segments * partition.blocks;
+  const int64_t values_per_task =
+      std::max<int64_t>(geometry.numel() / std::max<int64_t>(tasks, 1), 1);
   torch::stable::parallel_for(
-      0, items, ceil_div(kMinValuesPerThread, values_per_item), [&](int64_t begin, int64_t end) {
+      0, tasks, ceil_div(kMinValuesPerThread, values_per_task), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
           const int64_t segment = i / partition.blocks;
           const int64_t channel = i % partition.blocks * partition.block_channels;
           const int64_t first = segment * partition.segment_length;
-          function(Item{segment, channel,
+          function(Task{segment, channel,
                         std::min(partition.block_channels, geometry.channels - channel), first,
                         std::min(partition.segment_length, partition.length - first)});
         }
       });
 }
 
-// Short rows are taken this many at a time, so that they fill packs: at most `limit` values. Rows
-// that are left over are taken one by one.
+// Returns how many short rows are processed as one wide row of at most `limit` values, so that they
+// fill packs. The remaining rows are processed one by one.
 inline int64_t rows_per_wide_row(int64_t width, int64_t limit) {
   constexpr int64_t kFullPacks = 32;
   constexpr int64_t kFullWidth = 64;
@@ -104,7 +102,7 @@ inline int64_t rows_per_wide_row(int64_t width, int64_t limit) {
   return std::max<int64_t>(kFullWidth / width, 1);
 }
 
-// The spans of contiguous values that an item of planes consists of, one after the other.
+// Iterates over the spans of contiguous values of a task of planes.
 struct Spans {
   int64_t channel_stride;  // from a plane of a channel to the next
   int64_t inner;

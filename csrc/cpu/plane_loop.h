@@ -1,4 +1,4 @@
-// The element-wise loop over planes: all values of a plane have the constants of one channel.
+// The element-wise loop over planes: a plane's values share the constants of one channel.
 #pragma once
 
 #include <algorithm>
@@ -20,20 +20,20 @@ struct PlaneLoop {
     });
   }
 
-  // A pack whose first `count` places belong to one channel, the others to the next.
+  // The formula of a pack whose first `count` positions belong to `channel`, the others to `next`.
   template <typename Isa>
   static SYNCBN_INLINE Formula<Pack<A, Isa>> formula_of_two(const Job& job, int64_t channel,
                                                             int64_t next, int64_t count) {
     using P = Pack<A, Isa>;
     return job.constants.map([&](const A* constants) __attribute__((always_inline)) {
-      return first_places<T, Isa>(P::broadcast(constants[channel]), P::broadcast(constants[next]),
-                                  count);
+      return first_positions<T, Isa>(P::broadcast(constants[channel]),
+                                     P::broadcast(constants[next]), count);
     });
   }
 
-  // Packs follow one another in the order of memory, and no line is written twice: a line that is
-  // written both past the caches and into them takes many times as long. A plane is a pack or
-  // longer, so that two channels at most share a pack.
+  // Packs are written in the order of memory and no line twice: a line that is written both into
+  // the caches and past them takes many times as long. A plane is not shorter than a pack, so at
+  // most two channels share a pack.
   template <bool kStream, typename Isa>
   static SYNCBN_INLINE void compute_planes(const Job& job, const Geometry& geometry, int64_t begin,
                                            int64_t end) {
@@ -50,7 +50,7 @@ struct PlaneLoop {
         job.template compute<kStream>(formula, at);
       }
       if (at + kSize > end) {
-        if (at < end) {  // the tensor's last values, which are of one plane
+        if (at < end) {  // the tensor's last values, all of one plane
           job.compute_last(formula, end, end - at);
         }
         return;
@@ -65,11 +65,11 @@ struct PlaneLoop {
     }
   }
 
-  // The values from `begin` to `end` of the tensors, in the order of memory.
+  // Computes the values from `begin` to `end`.
   template <typename Isa>
   static SYNCBN_INLINE void run(const Job* shared, const Geometry* geometry, int64_t begin,
                                 int64_t end) {
-    const Job job = *shared;  // which stores cannot change
+    const Job job = *shared;  // a local copy, which stores cannot change
     if (job.stream) {
       compute_planes<true, Isa>(job, *geometry, begin, end);
       finish_streaming();

@@ -1,5 +1,4 @@
-// The element-wise loop over rows, whose columns belong to channels: each lane of a row has
-// constants of its own.
+// The element-wise loop over rows: each lane of a row has its own constants.
 #pragma once
 
 #include <algorithm>
@@ -22,9 +21,9 @@ struct RowLoop {
     });
   }
 
-  // Four rows are taken side by side, which read the constants once, but those after them are
-  // read ahead one after another: memory is fastest that way. Vectors of a whole line are fastest
-  // one row at a time, measured on Zen 4.
+  // Four rows are computed side by side and read the constants once; the rows after them are
+  // prefetched one after another, the fastest order for memory. With vectors of a whole line one
+  // row at a time is fastest (measured on Zen 4).
   template <bool kStream, typename Isa>
   static SYNCBN_INLINE void compute_rows(const Job& job, int64_t width, int64_t begin,
                                          int64_t rows) {
@@ -59,10 +58,10 @@ struct RowLoop {
     }
   }
 
-  // `rows` rows of `width` values, from value `begin` on.
+  // Computes `rows` rows of `width` values, from value `begin` on.
   template <typename Isa>
   static SYNCBN_INLINE void run(const Job* shared, int64_t width, int64_t begin, int64_t rows) {
-    const Job job = *shared;  // which stores cannot change
+    const Job job = *shared;  // a local copy, which stores cannot change
     constexpr size_t kAlignment = std::min<size_t>(kLine, Pack<A, Isa>::kSize * sizeof(T));
     const bool aligned = reinterpret_cast<size_t>(job.output + begin) % kAlignment == 0 &&
                          width * sizeof(T) % kAlignment == 0;

@@ -1,5 +1,5 @@
-// The sigmoid of vectors. Neither the C library's vector functions, which not every platform has,
-// nor those of torch, which it does not export, can be counted on.
+// The sigmoid of vectors. Not every platform's C library has vector functions, and torch does not
+// export its own.
 #pragma once
 
 #include <cstdint>
@@ -11,10 +11,9 @@ namespace syncbn::cpu::detail {
 template <typename A>
 struct Exponential;
 
-// exp(r) for |r| <= log(2) / 2 is its Taylor series up to kDegree, whose rest is less than a tenth
-// of the type's rounding. kLog2High has so few bits that its product with an exponent is exact. Of
-// what is less than kLeast the exponential is next to nothing beside 1; of what is more than kMost
-// it is infinite.
+// The Taylor series of exp(r) up to kDegree has an error of less than a tenth of the type's
+// rounding for |r| <= log(2) / 2. kLog2High has so few bits that its product with an exponent is
+// exact. exp(x) is negligible beside 1 for x < kLeast and infinite for x > kMost.
 template <>
 struct Exponential<float> {
   static constexpr int kDegree = 7;
@@ -49,14 +48,14 @@ constexpr double kReciprocalFactorials[] = {1,
                                             1. / 479001600,
                                             1. / 6227020800};
 
-// exp(x) = exp(r) * 2^n, with n = round(x / log(2)) and r = x - n * log(2). Where n is the first
-// exponent of infinity, so is the result, up to 40 % too early.
+// exp(x) = exp(r) * 2^n, with n = round(x / log(2)) and r = x - n * log(2). The result is infinite
+// if 2^n is: up to 40 % too early.
 template <typename A, typename Vector>
 SYNCBN_INLINE void exponential(const Vector& argument, Vector& result) {
   using E = Exponential<A>;
   using Integers = decltype(argument == argument);
   constexpr A kInverseLog2 = 1.4426950408889634;
-  // A sum with it is rounded to an integer, which the lowest bits hold.
+  // A sum with this number is rounded to an integer, in its lowest bits.
   constexpr A kRounding = 3 * (int64_t{1} << (E::kMantissa - 1));
   constexpr int64_t kBias = (int64_t{1} << (8 * sizeof(A) - E::kMantissa - 2)) - 1;
   Vector x = argument < E::kLeast ? Vector{} + E::kLeast : argument;  // keeps NaN

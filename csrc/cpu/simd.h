@@ -1,8 +1,8 @@
-// One binary for every x86-64: a kernel is compiled for the baseline, AVX2 and AVX-512, and the
-// first call picks. Elsewhere (aarch64) the baseline is what the compiler makes of its vectors.
+// One binary for every x86-64 processor: a kernel is compiled for the baseline, AVX2 and AVX-512,
+// and the first call chooses. Other processors (aarch64) run the baseline.
 //
-// A kernel is a struct with a static, always-inlined run<Isa>(); being inlined, it takes the
-// instruction set of the function it lands in. dispatch_isa<Kernel>(arguments) calls it.
+// A kernel is a struct with a static, always-inlined run<Isa>(), which is compiled for the
+// instruction set of its caller. dispatch_isa<Kernel>(arguments) calls it.
 #pragma once
 
 #include <cstdlib>
@@ -14,7 +14,7 @@
 #error "syncbn is written in the vector types of GCC and Clang"
 #endif
 
-// A mark of loops whose iterations do not depend on one another.
+// Marks a loop whose iterations are independent.
 #if defined(__clang__)
 #define SYNCBN_INDEPENDENT
 #else
@@ -38,11 +38,11 @@ struct Avx512 {
 
 enum class SimdLevel { kBaseline, kAvx2, kAvx512 };
 
-// The processor's level, or less where torch's own variable asks for less: "default" or "avx2".
+// The processor's level, or the lower one that torch's own variable names ("default" or "avx2").
 inline SimdLevel find_simd_level() {
   const char* asked = std::getenv("ATEN_CPU_CAPABILITY");
   const auto asks = [&](const char* name) { return asked && std::strcmp(asked, name) == 0; };
-  // Every processor with AVX2 has F16C, which not every compiler can ask for.
+  // Every processor with AVX2 has F16C; not every compiler can test for it.
   if (asks("default") || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) {
     return SimdLevel::kBaseline;
   }
@@ -58,7 +58,7 @@ inline SimdLevel simd_level() {
   return level;
 }
 
-// The chosen instruction set, in torch's words.
+// The chosen instruction set, named as in torch.
 inline const char* instruction_set() {
   switch (simd_level()) {
     case SimdLevel::kAvx512:
@@ -99,8 +99,7 @@ __attribute__((target("avx2"), noinline)) void run_with_avx2_unfused(Args... arg
   Kernel::template run<Avx2>(args...);
 }
 
-// Like dispatch_isa, without instructions that fuse a product and a sum: the same bits on every
-// processor.
+// Like dispatch_isa, but without fused multiply-add: the same bits on every processor.
 template <typename Kernel, typename... Args>
 void dispatch_unfused(Args... args) {
   if (simd_level() == SimdLevel::kBaseline) {

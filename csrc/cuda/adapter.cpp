@@ -16,7 +16,7 @@ cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Returns why CUDA refuses allocations, apart from a lack of memory; cudaSuccess if it does not.
+// Returns the error of an earlier operation, which makes CUDA refuse allocations, or cudaSuccess.
 cudaError_t find_earlier_error(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   cudaError_t error = cudaStreamIsCapturing(stream, &status);
@@ -24,9 +24,9 @@ cudaError_t find_earlier_error(cudaStream_t stream) {
     error = cudaErrorStreamCaptureInvalidated;
   }
   if (error == cudaSuccess && status == cudaStreamCaptureStatusNone) {
-    error = cudaStreamQuery(stream);  // which a capture forbids
+    error = cudaStreamQuery(stream);  // forbidden in a capture
   }
-  cudaGetLastError();  // which torch would take for its own
+  cudaGetLastError();  // resets the error: torch would report it as its own
   return error == cudaErrorNotReady ? cudaSuccess : error;
 }
 
@@ -49,14 +49,14 @@ void throw_allocation_failed(int64_t num_bytes, const Tensor& like) {
 namespace syncbn::cuda {
 namespace {
 
-// The dispatcher comes here if any of the tensors is on CUDA.
+// The dispatcher calls a CUDA operator if any tensor is on CUDA.
 int32_t check_cuda(const char* op, const Tensor& input) {
   SYNCBN_CHECK(input.is_cuda(), op, ": expected input to be on the device of the other tensors, ",
                "which is a CUDA device");
   return input.get_device_index();
 }
 
-// Cached per device. Its first operator also locates the counters, as a capture could not.
+// Cached per device. The first call also locates the device's counters: a capture could not.
 int count_multiprocessors(int device, void* stream) {
   static std::mutex mutex;
   static std::map<int, int> known;
@@ -66,7 +66,7 @@ int count_multiprocessors(int device, void* stream) {
     const cudaError_t error =
         cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) {
-      cudaGetLastError();  // which torch would take for its own
+      cudaGetLastError();  // resets the error: torch would report it as its own
     }
     SYNCBN_CHECK(error == cudaSuccess, "syncbn cannot use CUDA device ", device, ": ",
                  cudaGetErrorString(error));
@@ -92,7 +92,7 @@ Workspace Device::make_workspace(const Plan& plan, const Tensor& input,
   auto* partials = static_cast<double*>(keep_alive.back().mutable_data_ptr());
   unsigned int* counters =
       take_counters(index_, static_cast<cudaStream_t>(stream_), plan.num_counters());
-  if (counters == nullptr) {  // rarely, as after thousands of captured graphs: one more launch
+  if (counters == nullptr) {  // rare, such as after thousands of captured graphs: one more launch
     keep_alive.push_back(allocate_vector(plan.num_counters(), ScalarType::Int, input));
     counters = static_cast<unsigned int*>(keep_alive.back().mutable_data_ptr());
     const cudaError_t error = cudaMemsetAsync(counters, 0, plan.num_counters() * sizeof(*counters),
@@ -119,7 +119,7 @@ ChannelVector to_channel_output(const std::optional<Tensor>& tensor) {
 }
 
 void check_no_mask(const char* op, const std::optional<Tensor>& mask) {
-  SYNCBN_CHECK(!mask.has_value(), op, ": expected no mask, which only CPU tensors may have");
+  SYNCBN_CHECK(!mask.has_value(), op, ": expected no mask; masks are for CPU tensors");
 }
 
 const void* to_data(const std::optional<Tensor>& tensor) {

@@ -1,15 +1,15 @@
-// The plain arguments of the CUDA operators, made of torch's tensors.
+// Conversions from torch's tensors to the arguments of kernels/launchers.h.
 #pragma once
 
 #include <optional>
 
 #include "../common/allocate.h"
 #include "../common/checks.h"
-#include "kernels/operators.h"
+#include "kernels/launchers.h"
 
 namespace syncbn::cuda {
 
-// The input's device while an operator runs: made current, with torch's current stream of it.
+// Makes the input's device the current one while an operator runs, with torch's current stream.
 class Device {
  public:
   Device(const char* op, const Tensor& input);
@@ -17,8 +17,8 @@ class Device {
   void* stream() const { return stream_; }
   int multiprocessors() const { return multiprocessors_; }
 
-  // `keep_alive` holds what the launch uses until it is enqueued; torch's allocator hands memory
-  // on in the order of the stream.
+  // The memory must stay in `keep_alive` until the launch is enqueued; torch's allocator reuses
+  // memory in the order of the stream.
   Workspace make_workspace(const Plan& plan, const Tensor& input,
                            std::vector<Tensor>& keep_alive) const;
 
@@ -29,18 +29,18 @@ class Device {
   int multiprocessors_;
 };
 
-// Need check_channel_vector() before them. An output that shares its memory until it is written
-// gets its own; an input, which kernels do not write, keeps sharing.
+// Callers call check_channel_vector() first. mutable_data_ptr() gives a copy-on-write output its
+// own memory; an input stays shared.
 ChannelVector to_channel_input(const std::optional<Tensor>& tensor);
 ChannelVector to_channel_output(const std::optional<Tensor>& tensor);
 
-// Masks are for CPU tensors. On CUDA the Python layer fills the places that they leave out.
+// On CUDA the Python layer fills masked positions.
 void check_no_mask(const char* op, const std::optional<Tensor>& mask);
 
-// Null where there is none. Read only.
+// The data of an input, null without a tensor.
 const void* to_data(const std::optional<Tensor>& tensor);
 
-// Where kernels write a status: pinned memory of the host or memory of a device.
+// The memory that kernels write a status to: pinned memory of the host or memory of a device.
 double* to_status(const char* op, const std::optional<Tensor>& tensor);
 
 }  // namespace syncbn::cuda

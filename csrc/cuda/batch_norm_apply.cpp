@@ -1,15 +1,10 @@
 // batch_norm_apply for CUDA tensors: checks as csrc/cpu does, allocates, launches
 // kernels/batch_norm_apply.cu on the current stream.
 
+#include "../common/operators.h"
 #include "adapter.h"
-#include "operators.h"
 
 namespace syncbn::cuda {
-namespace {
-
-constexpr const char* kOp = "syncbn::batch_norm_apply";
-
-}  // namespace
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
@@ -18,6 +13,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     std::optional<double> momentum, double eps, std::optional<double> fingerprint_sum,
     std::optional<Tensor> status, std::optional<Tensor> residual, int64_t activation,
     double negative_slope, std::optional<Tensor> constants, std::optional<Tensor> mask) {
+  constexpr const char* kOp = "syncbn::batch_norm_apply";
   const Device device(kOp, input);
   check_no_mask(kOp, mask);
   const Geometry geometry = check_input(kOp, "input", input);
@@ -28,10 +24,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   check_channel_vector(kOp, "bias", bias, input);
   check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
   check_like_input(kOp, "residual", residual, input, geometry);
-  Following following{to_activation(kOp, activation, negative_slope), to_data(residual)};
+  Epilogue epilogue{to_activation(kOp, activation, negative_slope), to_data(residual)};
   check_constants(kOp, constants, input);
   if (constants.has_value()) {
-    following.constants = static_cast<double*>(constants->mutable_data_ptr());
+    epilogue.constants = static_cast<double*>(constants->mutable_data_ptr());
   }
 
   Tensor output = allocate_like(input);
@@ -47,14 +43,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
 
   const void* x = input.const_data_ptr();
   void* y = output.mutable_data_ptr();
-  const Plan plan = make_plan(geometry, to_dtype(input.scalar_type()), {x, following.residual, y},
+  const Plan plan = make_plan(geometry, to_dtype(input.scalar_type()), {x, epilogue.residual, y},
                               device.multiprocessors());
   launch_batch_norm_apply(
       plan, device.stream(), x, static_cast<const double*>(totals.const_data_ptr()),
       Verifier{expectation, to_status(kOp, status)}, to_channel_input(weight),
       to_channel_input(bias), running, eps, y, static_cast<double*>(mean.mutable_data_ptr()),
       static_cast<double*>(invstd.mutable_data_ptr()),
-      static_cast<double*>(count.mutable_data_ptr()), following);
+      static_cast<double*>(count.mutable_data_ptr()), epilogue);
   return {output, mean, invstd, count};
 }
 

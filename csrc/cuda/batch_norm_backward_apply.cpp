@@ -1,15 +1,10 @@
 // batch_norm_backward_apply for CUDA tensors: checks as csrc/cpu does, allocates, launches
 // kernels/batch_norm_backward_apply.cu on the current stream.
 
+#include "../common/operators.h"
 #include "adapter.h"
-#include "operators.h"
 
 namespace syncbn::cuda {
-namespace {
-
-constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
-
-}  // namespace
 
 Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
                                  const Tensor& invstd, std::optional<Tensor> weight,
@@ -18,6 +13,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
                                  std::optional<Tensor> status, std::optional<Tensor> constants,
                                  int64_t activation, double negative_slope,
                                  std::optional<Tensor> mask) {
+  constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
   const Device device(kOp, input);
   check_no_mask(kOp, mask);
   const Geometry geometry = check_input(kOp, "input", input);
@@ -29,8 +25,9 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   const Expectation expectation = to_expectation(fingerprint_sum);
   check_sums(kOp, "sums", sums, 2 * channels, expectation, input);
   check_statistics(kOp, "count", count, 1, input);
-  Through through{check_gradient_sources(kOp, input, constants, activation, negative_slope)};
-  through.constants = static_cast<const double*>(to_data(constants));
+  EpilogueGradient epilogue{
+      check_gradient_sources(kOp, input, constants, activation, negative_slope)};
+  epilogue.constants = static_cast<const double*>(to_data(constants));
 
   Tensor grad_input = allocate_like(input);
   if (geometry.numel() == 0) {
@@ -46,7 +43,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
       static_cast<const double*>(invstd.const_data_ptr()), to_channel_input(weight),
       static_cast<const double*>(sums.const_data_ptr()),
       Verifier{expectation, to_status(kOp, status)},
-      static_cast<const double*>(count.const_data_ptr()), dx, through);
+      static_cast<const double*>(count.const_data_ptr()), dx, epilogue);
   return grad_input;
 }
 

@@ -1,13 +1,13 @@
 // batch_norm_backward_reduce for CUDA tensors: checks as csrc/cpu does, allocates, launches
 // kernels/batch_norm_backward_reduce.cu on the current stream.
 
+#include "../common/operators.h"
 #include "adapter.h"
-#include "operators.h"
 
 namespace syncbn::cuda {
 namespace {
 
-// Both operators: that of dz has allocated it.
+// Both operators; batch_norm_backward_reduce_dz passes `dz`.
 std::tuple<Tensor, Tensor, Tensor> reduce(
     const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& mean,
     const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype,
@@ -22,19 +22,19 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
   check_statistics(op, "invstd", invstd, channels, input);
   check_grad_dtype(op, "weight_dtype", weight_dtype);
   check_grad_dtype(op, "bias_dtype", bias_dtype);
-  Through through;
+  EpilogueGradient epilogue;
   if (dz.has_value()) {
-    through.activation = check_stored_sources(op, input, geometry, constants, activation,
-                                              negative_slope, residual, output);
+    epilogue.activation = check_stored_sources(op, input, geometry, constants, activation,
+                                               negative_slope, residual, output);
     SYNCBN_CHECK(residual.has_value() || output.has_value(), op,
-                 ": expected a residual; without one CUDA kernels store no gradient");
-    through.dz = dz->mutable_data_ptr();
+                 ": expected a residual; without it CUDA kernels store no gradient");
+    epilogue.dz = dz->mutable_data_ptr();
   } else {
-    through.activation = check_gradient_sources(op, input, constants, activation, negative_slope);
+    epilogue.activation = check_gradient_sources(op, input, constants, activation, negative_slope);
   }
-  through.constants = static_cast<const double*>(to_data(constants));
-  through.residual = to_data(residual);
-  through.output = to_data(output);
+  epilogue.constants = static_cast<const double*>(to_data(constants));
+  epilogue.residual = to_data(residual);
+  epilogue.output = to_data(output);
 
   const Tail tail = to_tail(fingerprint, next_size);
   const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels;
@@ -46,13 +46,13 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
   const void* x = input.const_data_ptr();
   const Plan plan =
       make_plan(geometry, to_dtype(input.scalar_type()),
-                {dy, x, through.residual, through.output, through.dz}, device.multiprocessors());
+                {dy, x, epilogue.residual, epilogue.output, epilogue.dz}, device.multiprocessors());
   std::vector<Tensor> keep_alive;
   launch_batch_norm_backward_reduce(
       plan, device.stream(), dy, x, static_cast<const double*>(mean.const_data_ptr()),
       static_cast<const double*>(invstd.const_data_ptr()),
       static_cast<double*>(sums.mutable_data_ptr()), tail, to_channel_output(grad_weight),
-      to_channel_output(grad_bias), device.make_workspace(plan, input, keep_alive), through);
+      to_channel_output(grad_bias), device.make_workspace(plan, input, keep_alive), epilogue);
   return {sums, grad_weight, grad_bias};
 }
 

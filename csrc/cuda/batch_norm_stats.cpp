@@ -1,18 +1,14 @@
 // batch_norm_stats for CUDA tensors: checks as csrc/cpu does, allocates, launches
 // kernels/batch_norm_stats.cu on the current stream.
 
+#include "../common/operators.h"
 #include "adapter.h"
-#include "operators.h"
 
 namespace syncbn::cuda {
-namespace {
-
-constexpr const char* kOp = "syncbn::batch_norm_stats";
-
-}  // namespace
 
 Tensor batch_norm_stats(const Tensor& input, std::optional<double> fingerprint, double next_size,
                         std::optional<Tensor> mask) {
+  constexpr const char* kOp = "syncbn::batch_norm_stats";
   const Device device(kOp, input);
   check_no_mask(kOp, mask);
   const Geometry geometry = check_input(kOp, "input", input);

@@ -6,18 +6,18 @@
 namespace syncbn::cuda {
 namespace {
 
-// 4 MB: two hundred streams of a process, or captures of a hundred models of a hundred layers.
+// 4 MB: enough for two hundred streams, or for captures of a hundred models of a hundred layers.
 constexpr int64_t kNumCounters = 1 << 20;
-// More than a split reduction has tiles, which is up to nine for each block that is resident
-// (plan.h), on GPUs of up to 227 multiprocessors.
+// More than the tiles of a split reduction, at most nine for each resident block (plan.h), on GPUs
+// of up to 227 multiprocessors.
 constexpr int64_t kCountersOfStream = 4096;
 
-// Part of the binary, so that they are zero without a launch, inside of a graph as well.
+// Part of the binary: zero without a launch, in a captured graph, too.
 __device__ unsigned int counters[kNumCounters];
 
-// The counters of a device that are taken.
+// The allotted counters of a device.
 struct Allotment {
-  unsigned int* counters = nullptr;  // their address, once asked for
+  unsigned int* counters = nullptr;  // the address of the device's counters, or null: not known yet
   int64_t taken = 0;
   std::map<cudaStream_t, unsigned int*> of_stream;
 };
@@ -25,7 +25,7 @@ struct Allotment {
 bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
-    cudaGetLastError();  // another stream captures; the launch itself will say so
+    cudaGetLastError();  // another stream captures; the launch itself will report it
     return true;
   }
   return status != cudaStreamCaptureStatusNone;
@@ -41,12 +41,12 @@ Allotments& allotments() {
   return all;
 }
 
-// The address stays null where that fails.
+// Asks for the address, which stays null after an error.
 void locate(Allotment& allotment) {
   if (allotment.counters == nullptr) {
     void* address = nullptr;
     if (cudaGetSymbolAddress(&address, counters) != cudaSuccess) {
-      cudaGetLastError();  // the launch must not find it
+      cudaGetLastError();  // resets the error: the launch would report it
       return;
     }
     allotment.counters = static_cast<unsigned int*>(address);

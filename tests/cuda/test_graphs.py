@@ -1,4 +1,4 @@
-"""CUDA graphs: what is captured once follows its inputs, its buffers and its stream."""
+"""CUDA graphs: a captured step follows its inputs, its buffers and its stream."""
 
 import copy
 import subprocess
@@ -14,13 +14,13 @@ from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.usefixtures("on_cuda"),
-    # torch's own, where a backward pass is the first to multiply matrices in its thread.
+    # torch's own warning if a backward pass is the first matrix multiplication of its thread.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 
 
 def capture(call):
-    """Return a graph of ``call()``, and the results, which each replay writes anew.
+    """Return a graph of ``call()``, and the results, which each replay overwrites.
 
     The call has run before, on a stream of its own, so that nothing is set up in the capture.
     """
@@ -74,7 +74,7 @@ def test_empty_batch_in_a_graph_updates_nothing():
 
 
 def test_78656_empty_rank_in_a_graph_makes_no_nan():
-    """Two ranks of which one is empty, in one process: their messages are added up here."""
+    """Two ranks, one of them empty, in one process: the test adds up their messages."""
     shape = (4, 3, 5, 5)
     x, dy = make_input(shape, "contiguous", torch.float32), torch.ones(shape)
     nothing = torch.empty(0, *shape[1:])
@@ -123,7 +123,9 @@ def test_graphs_that_replay_at_once_do_not_disturb_each_other(shape):
         with torch.cuda.stream(stream):
             # While the GPU sleeps an allocation from the system would wait for it.
             del [graphs[0][1].clone() for _ in range(50)][:]
-            torch.cuda._sleep(50_000_000)  # some 30 ms, in which the host launches all below
+            torch.cuda._sleep(
+                50_000_000
+            )  # about 30 ms, in which the host launches all of the following
     for _ in range(50):
         for stream, (graph, message), results in zip(streams, graphs, found, strict=True):
             with torch.cuda.stream(stream):
@@ -153,13 +155,13 @@ assert torch.equal(message, ops.batch_norm_stats(x))
     "before", ["", "ops.batch_norm_apply(x, torch.ones(9).double().cuda(), *[None] * 5, 0.1, 1e-5)"]
 )
 def test_first_split_reduction_of_a_process_may_be_captured(before):
-    """Also where nothing has run before, or only an operator that needs no counters."""
+    """Also if nothing has run before, or only an operator without counters."""
     script = FIRST_USE.format(before=before)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
-# torch's own: it keeps the graph that it has captured on its own stream.
+# torch's own warning: it keeps the graph that it has captured on its own stream.
 @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream")
 def test_make_graphed_callables():
     torch.manual_seed(0)
@@ -181,7 +183,7 @@ def test_make_graphed_callables():
                 for parameter in network.parameters():
                     parameter -= 0.1 * parameter.grad
                     parameter.grad = None
-        # The same kernels, but for what cuBLAS picks: float32 sums of a few values.
+        # The same kernels, except those of cuBLAS: float32 sums of a few values.
         torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-4, atol=1e-5)
     for a, b in zip(model.state_dict().values(), eager.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

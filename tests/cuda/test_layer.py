@@ -10,10 +10,10 @@ from torch import nn
 from benchmarks import launches
 from syncbn import SyncBatchNorm, convert_sync_batchnorm
 
-# torch's own, where a backward pass is the first to multiply matrices in its thread.
+# torch's own warning if a backward pass is the first matrix multiplication of its thread.
 pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 
-# A large one, of which each channel is split over blocks; a small one; and an empty one.
+# A large input, with each channel split over blocks; a small one; and an empty one.
 SHAPES = [(64, 4, 56, 56), (8, 512, 7, 7), (256, 2048), (0, 3, 4, 4)]
 
 
@@ -48,7 +48,7 @@ def make_step(shape, layout="contiguous", dtype=torch.float32, **options):
 def test_at_most_three_kernels_each_way_and_nothing_else(shape, layout, dtype, options):
     forward, backward, _ = make_step(shape, layout, dtype, **options)
     for direction in (forward, backward):
-        direction()  # what is set up once
+        direction()  # one-time setup
         found = launches.record_launches(direction)
         # An empty input launches too: it sends zeros, and updates the running statistics.
         assert 0 < len(found.kernels) <= 3, found
@@ -71,7 +71,7 @@ def test_the_counting_itself():
     assert len(found.kernels) >= 2 and len(found.copies) >= 1 and len(found.waits) >= 1, found
 
 
-# torch's own remark on the mode.
+# torch's own warning about the mode.
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.cuda
 @pytest.mark.usefixtures("on_cuda")
@@ -83,7 +83,7 @@ def test_host_never_waits(shape):
     try:
         forward()
         backward()
-        with pytest.raises(RuntimeError, match="synchronizing"):  # it would be seen
+        with pytest.raises(RuntimeError, match="synchronizing"):  # the mode works
             results[0].sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -103,7 +103,7 @@ def test_training_on_a_side_stream(shape):
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)  # some 30 ms
+        torch.cuda._sleep(50_000_000)  # about 30 ms
         with torch.no_grad():
             late.copy_(x)  # whoever runs ahead of this stream sees the zeros
         forward()
@@ -140,7 +140,7 @@ def test_autocast_has_the_dtypes_of_batch_norm(each_device, dtype):
 
 
 def test_step_that_the_scaler_skips(each_device):
-    """Gradients that overflow cost the step and nothing else; the forward pass was sound."""
+    """Gradients that overflow cost the step and nothing else; the forward pass was finite."""
     torch.manual_seed(0)
     model = convert_sync_batchnorm(
         nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
@@ -175,7 +175,7 @@ def test_reduce_overhead_equals_eager():
     )
     model = copy.deepcopy(eager)
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-    # An error where the graphs of CUDA would not be used, which is only logged otherwise.
+    # An error if CUDA graphs are not used; torch would only log it.
     with torch._inductor.config.patch("triton.cudagraph_or_error", True):
         for seed in range(5):
             x = make_input((16, 6), "contiguous", torch.float32, seed=seed)

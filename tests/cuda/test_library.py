@@ -1,4 +1,4 @@
-"""The library of CUDA operators as it is built, and the builds and torches without one."""
+"""The built library of CUDA operators, and builds and torches without it."""
 
 import os
 import re
@@ -65,9 +65,10 @@ def test_kernels_use_no_local_memory_on_any_architecture():
             kernels[architecture] = kernels.get(architecture, 0) + 1
     listed = re.findall(r"(\d+)\.(\d+)", _extension.build_info["cuda_architectures"])
     assert {major + minor for major, minor in listed} == kernels.keys()
-    # 4 dtypes: of a matrix 3 widths in 16 bits and 2 else, of planes 3. Formulas of four operators:
-    # statistics; apply, alone and with two activations, with a residual or not; both of backward
-    # alone and with two activations, reduce with a residual, too. And the count.
+    # 4 dtypes: matrices have 3 widths in 16 bits and 2 in others, planes have 3. Formulas of four
+    # operators: statistics; apply without and with two activations, with a residual or not; both
+    # backward operators without and with two activations, reduce also with a residual. And the
+    # count.
     formulas = 1 + (1 + 2 * 2) + (1 + 2 * 2) + (1 + 2)
     assert set(kernels.values()) == {formulas * (2 * 3 + 2 * 2 + 4 * 3) + 1}
 
@@ -79,7 +80,7 @@ def test_kernels_use_no_local_memory_on_any_architecture():
     "gpu", ["7.5", "8.0", "8.6", "8.7", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1"]
 )
 def test_every_gpu_has_code(gpu):
-    """Code of its own generation that is not newer, or PTX of any that is not."""
+    """Code of the GPU's generation that is not newer, or PTX of any that is not newer."""
     report = run([cuobjdump(), "--list-elf", "--list-ptx", cuda_library()]).stdout
     images = {tuple(map(int, found)) for found in re.findall(r"\.sm_(\d+)(\d)\.cubin", report)}
     ptx = {tuple(map(int, found)) for found in re.findall(r"\.sm_(\d+)(\d)\.ptx", report)}
@@ -157,7 +158,7 @@ def test_tail_of_cuda_tensors_without_operators_gives_the_reason(monkeypatch):
 
 
 def configure(tmp_path, setting, nvcc=None, prepare=""):
-    """Output of setup.py before it builds, where only `nvcc`, a shell script, is found."""
+    """Output of setup.py before the build; it finds only `nvcc`, a shell script."""
     home = tmp_path / "cuda"
     (home / "bin").mkdir(parents=True)
     if nvcc is not None:
@@ -217,7 +218,7 @@ def test_build_is_for_the_gpus_that_are_here(tmp_path, here, built_for):
     result = configure(tmp_path, "1", version, prepare)
     assert result.returncode == 0, result.stderr
     assert f"CPU operators and CUDA operators for {built_for}" in result.stderr
-    # One PTX for all, which is what nvcc's front end makes.
+    # One PTX for all architectures: the output of nvcc's front end.
     options = re.findall(r"-gencode=arch=compute_(\d+),code=(\w+)", result.stdout)
     assert options[:2] == [("80", "sm_80"), ("80", "sm_90")]
     assert options[2:] == ([("80", "compute_80")] if "PTX" in built_for else [])

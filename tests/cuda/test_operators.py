@@ -1,4 +1,4 @@
-"""The CUDA operators against the CPU's, and what has no counterpart there.
+"""The CUDA operators against the CPU's, and features without a counterpart there.
 
 That they agree with float64, and opcheck, is tested where the CPU operators are.
 """
@@ -22,7 +22,7 @@ from syncbn import ops
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_cuda")]
 
-# Shapes over which a grid or a block of threads has to be divided.
+# Shapes that are split over grids or blocks of threads.
 LARGE_SHAPES = [
     (16, 70001),  # more channels than a grid has rows
     (8, 65537, 3),
@@ -32,7 +32,7 @@ LARGE_SHAPES = [
     (4099, 48),
 ]
 SPLIT_SHAPES = [(64, 4, 56, 56), (4099, 48), (8, 300, 7, 7)]
-SLEEP_CYCLES = 50_000_000  # some 30 ms, in which the host launches what is to run at once
+SLEEP_CYCLES = 50_000_000  # about 30 ms: the host launches operators that should run at once
 
 
 def run(name, args):
@@ -46,7 +46,7 @@ def same_bits(results, others):
 
 
 def training_step(x, dy, weight, bias, running_mean, running_var):
-    """Everything that the four operators compute; the running statistics in place."""
+    """All results of the four operators; running statistics are updated in place."""
     running = (running_mean, running_var, torch.tensor(0, device=x.device), 0.3, 1e-5)
     message = ops.batch_norm_stats(x)
     output, mean, invstd, count = ops.batch_norm_apply(x, message, weight, bias, *running)
@@ -91,7 +91,7 @@ def test_results_are_those_of_the_cpu(shape, layout, dtype):
 
 
 def error_bounds(x, dy, dtype, expected):
-    """Twice what the tests of each operator allow, because each side may be wrong by that."""
+    """Twice the tolerances of each operator's tests, because each side may have the error."""
     mean, var = reference_moments(x)
     xhat = (x - per_channel(mean, x)) * per_channel((var + 1e-5).rsqrt(), x)
     terms = {"grad_bias": dy, "grad_weight": dy * xhat}
@@ -132,7 +132,7 @@ def test_same_bits_whatever_runs_beside(name, shape, layout, dtype):
         args = arguments(name, x)
         torch.cuda.synchronize()
         with torch.cuda.stream(other):
-            for _ in range(attempt % 5):  # takes multiprocessors away: blocks end in another order
+            for _ in range(attempt % 5):  # occupies multiprocessors: blocks end in another order
                 matrix @ matrix
         results.append(run(name, args))
     assert all(same_bits(result, results[0]) for result in results)
@@ -214,40 +214,40 @@ HUGE = [
 
 @pytest.mark.parametrize(("shape", "layout"), HUGE)
 def test_more_than_2_to_the_31_elements(shape, layout):
-    """In pieces of fewer elements, which the other tests have seen to be right."""
+    """Against chunks of fewer elements, which the other tests check."""
     torch.cuda.empty_cache()
     free = torch.cuda.mem_get_info()[0]
     if free < 40 * 2**30:
         pytest.skip(f"40 GiB of GPU memory are needed, and {free / 2**30:.0f} are free")
-    check_in_pieces(shape, layout)
+    check_in_chunks(shape, layout)
 
 
-def check_in_pieces(shape, layout):
+def check_in_chunks(shape, layout):
     x, dy = random_tensor(shape, layout), random_tensor(shape, layout)
     rest = (None,) * 5
     message = ops.batch_norm_stats(x)
-    pieces = list(zip(x.chunk(3), dy.chunk(3), strict=True))
-    expected = sum(ops.batch_norm_stats(piece) for piece, _ in pieces)
+    chunks = list(zip(x.chunk(3), dy.chunk(3), strict=True))
+    expected = sum(ops.batch_norm_stats(chunk) for chunk, _ in chunks)
     assert message[-1] == expected[-1] == x.numel() // shape[1]
     # Values of order one: float sums of up to 64, see sum_tolerance in cases.py, on either side.
     bound = 2 * 32 * torch.finfo(torch.float32).eps * message[-1]
     assert ((message - expected).abs() <= bound).all()
 
     output, mean, invstd, count = ops.batch_norm_apply(x, message, *rest, 0.1, 1e-5)
-    for (piece, _), part in zip(pieces, output.chunk(3), strict=True):
-        right, *_ = ops.batch_norm_apply(piece, message, *rest, 0.1, 1e-5)
+    for (chunk, _), part in zip(chunks, output.chunk(3), strict=True):
+        right, *_ = ops.batch_norm_apply(chunk, message, *rest, 0.1, 1e-5)
         assert_one_rounding_apart(part, right)
     del output, part, right
 
     sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, invstd)
     expected = sum(
-        ops.batch_norm_backward_reduce(dpiece, piece, mean, invstd)[0] for piece, dpiece in pieces
+        ops.batch_norm_backward_reduce(dchunk, chunk, mean, invstd)[0] for chunk, dchunk in chunks
     )
     assert ((sums - expected).abs() <= bound).all()
 
     grad_input = ops.batch_norm_backward_apply(dy, x, mean, invstd, None, sums, count)
-    for (piece, dpiece), part in zip(pieces, grad_input.chunk(3), strict=True):
-        right = ops.batch_norm_backward_apply(dpiece, piece, mean, invstd, None, sums, count)
+    for (chunk, dchunk), part in zip(chunks, grad_input.chunk(3), strict=True):
+        right = ops.batch_norm_backward_apply(dchunk, chunk, mean, invstd, None, sums, count)
         assert_one_rounding_apart(part, right)
 
 

@@ -1,7 +1,7 @@
-// The CUDA operators on emulated threads, for ctypes: what csrc/cuda's adapters do on a GPU.
+// The CUDA operators on emulated threads, for ctypes: in place of csrc/cuda's adapters.
 //
-// Each function returns what went wrong, or nullptr. Workspaces are as the adapters give them, but
-// for NaN in the partial sums; counters must be zero again after each launch.
+// Each function returns an error message or nullptr. Workspaces are like the adapters', but partial
+// sums are NaN; counters must be zero again after each launch.
 
 #include <cmath>
 #include <memory>
@@ -9,13 +9,13 @@
 #include <string>
 
 #include "common/geometry.h"
-#include "cuda/kernels/operators.h"
+#include "cuda/kernels/launchers.h"
 #include "grid.h"
 
 using namespace syncbn;
 using namespace syncbn::cuda;
 
-// The tensors of a call that have the input's shape, strides and dtype.
+// Shape, strides and dtype of the input.
 struct Call {
   const int64_t* sizes;
   const int64_t* strides;
@@ -51,7 +51,7 @@ const char* run(const Call& call, const Function& function) {
 
 template <typename Function>
 void with_workspace(const Plan& plan, const Function& function) {
-  // Arrays of exactly this size: AddressSanitizer finds what lies beyond.
+  // Arrays of exactly this size: AddressSanitizer finds accesses past them.
   const auto partials = std::make_unique<double[]>(plan.num_partials());
   const auto counters = std::make_unique<unsigned[]>(plan.num_counters());
   std::fill_n(partials.get(), plan.num_partials(), std::nan(""));
@@ -70,7 +70,7 @@ void with_workspace(const Plan& plan, const Function& function) {
 
 extern "C" {
 
-// The plan for three such tensors.
+// The plan for three tensors like the input.
 const char* plan(const Call* call, const void* a, const void* b, const void* c, int64_t* fields) {
   return run(*call, [&] {
     const Plan plan = plan_of(*call, {a, b, c});
@@ -97,13 +97,13 @@ const char* batch_norm_apply(const Call* call, const void* input, const double* 
                              const ChannelVector* running_mean, const ChannelVector* running_var,
                              int64_t* num_batches_tracked, bool cumulative, double momentum,
                              double eps, void* output, double* mean, double* invstd, double* count,
-                             const Verifier* verifier, const Following* following) {
+                             const Verifier* verifier, const Epilogue* epilogue) {
   return run(*call, [&] {
     const RunningStatistics running{*running_mean, *running_var, num_batches_tracked, cumulative,
                                     momentum};
-    launch_batch_norm_apply(plan_of(*call, {input, following->residual, output}), nullptr, input,
+    launch_batch_norm_apply(plan_of(*call, {input, epilogue->residual, output}), nullptr, input,
                             totals, *verifier, *weight, *bias, running, eps, output, mean, invstd,
-                            count, *following);
+                            count, *epilogue);
   });
 }
 
@@ -111,13 +111,13 @@ const char* batch_norm_backward_reduce(const Call* call, const void* grad_output
                                        const double* mean, const double* invstd, double* sums,
                                        const ChannelVector* grad_weight,
                                        const ChannelVector* grad_bias, const Tail* tail,
-                                       const Through* through) {
+                                       const EpilogueGradient* epilogue) {
   return run(*call, [&] {
     const Plan plan =
-        plan_of(*call, {grad_output, input, through->residual, through->output, through->dz});
+        plan_of(*call, {grad_output, input, epilogue->residual, epilogue->output, epilogue->dz});
     with_workspace(plan, [&](Workspace workspace) {
       launch_batch_norm_backward_reduce(plan, nullptr, grad_output, input, mean, invstd, sums,
-                                        *tail, *grad_weight, *grad_bias, workspace, *through);
+                                        *tail, *grad_weight, *grad_bias, workspace, *epilogue);
     });
   });
 }
@@ -126,11 +126,11 @@ const char* batch_norm_backward_apply(const Call* call, const void* grad_output,
                                       const double* mean, const double* invstd,
                                       const ChannelVector* weight, const double* sums,
                                       const double* count, void* grad_input,
-                                      const Verifier* verifier, const Through* through) {
+                                      const Verifier* verifier, const EpilogueGradient* epilogue) {
   return run(*call, [&] {
     launch_batch_norm_backward_apply(plan_of(*call, {grad_output, input, grad_input}), nullptr,
                                      grad_output, input, mean, invstd, *weight, sums, *verifier,
-                                     count, grad_input, *through);
+                                     count, grad_input, *epilogue);
   });
 }
 

@@ -1,5 +1,6 @@
 // The part of CUDA that kernels may use, for a host compiler: g++ -x c++ -I tests/emulation x.cu.
-// grid.h says how they run and what is found. Barriers, shuffles and votes are of whole warps.
+// grid.h describes how kernels run and which faults are found. Barriers, shuffles and votes are of
+// whole warps.
 #pragma once
 
 #include <cmath>
@@ -33,7 +34,6 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_byte
   emulation::run_grid(grid, block, shared_bytes, [&] { kernel(args...); });
 }
 
-// The block's dynamic shared memory.
 template <typename T>
 T& shared_memory() {
   static_assert(alignof(T) <= 16);
@@ -55,8 +55,8 @@ inline unsigned lane() {
   return (index.x + blockDim.x * (index.y + blockDim.y * index.z)) % kWarpSize;
 }
 
-// Offers `value` to the warp and takes that of the lane `source(own lane)`, a lane of the own
-// section of `width` lanes or the own lane.
+// Offers `value` to the warp and returns the value of the lane `source(own lane)`, if it is in the
+// own section of `width` lanes, or the own value.
 template <typename T, typename Source>
 T shuffle(Wait wait, unsigned mask, T value, int width, const Source& source) {
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8));
@@ -139,8 +139,8 @@ inline void __threadfence() { syncbn::emulation::Block::current->fence(); }
 
 namespace syncbn::emulation {
 
-// An atomic operation tells other blocks that something is done. On a GPU they may see it before
-// what was done, without a fence; here they get a turn right after it.
+// An atomic operation signals other blocks. On a GPU, without a fence, they may see the signal
+// before earlier stores; here they get a turn right after the signal.
 template <typename T, typename Update>
 T atomic(T* pointer, const Update& update) {
   static_assert(std::is_integral_v<T>, "the order of floating-point additions would vary");

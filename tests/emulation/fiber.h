@@ -1,7 +1,7 @@
-// A function on a stack of its own that stops in the middle and goes on later: one CUDA thread.
+// A function with its own stack that can suspend and resume: one CUDA thread.
 //
-// On x86-64 a switch saves the six registers that a call must preserve: 2 ns. Elsewhere ucontext
-// does it, whose system calls cost a hundred times that.
+// On x86-64 a switch saves the six registers that a call must preserve: 2 ns. On other processors
+// ucontext switches, with system calls: a hundred times slower.
 #pragma once
 
 #include <sys/mman.h>
@@ -52,7 +52,7 @@ class Fiber {
  public:
   using Entry = void (*)();  // never returns: it ends in a last suspend()
 
-  // The lowest page stays inaccessible: a stack that overflows faults at once.
+  // The lowest page stays inaccessible: a stack overflow faults at once.
   Fiber() {
     void* memory = mmap(nullptr, kGuardBytes + kStackBytes, PROT_READ | PROT_WRITE,
                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -73,8 +73,8 @@ class Fiber {
     __asan_unpoison_memory_region(stack_, kStackBytes);
 #endif
 #if defined(__x86_64__)
-    // Read upwards by the switch: six registers, where it returns to, and where that would return
-    // to. The stack pointer is 8 past a multiple of 16 there, as after a call.
+    // The switch reads upwards: six registers, its return address, and the return address of
+    // begin(). The stack pointer is 8 past a multiple of 16 in begin(), as after a call.
     void** top = reinterpret_cast<void**>(stack_ + kStackBytes);
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(&begin);
@@ -90,7 +90,7 @@ class Fiber {
 #endif
   }
 
-  // Called from outside, which may be another fiber: runs this one until it suspends itself.
+  // Called from outside, perhaps by another fiber: runs this fiber until it suspends itself.
   void resume() {
     Fiber* resumer = current_;
     current_ = this;

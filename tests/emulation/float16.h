@@ -1,4 +1,4 @@
-// CUDA's two 16-bit types and their conversions: to the nearest, ties to even, as the device does.
+// CUDA's two 16-bit types and their conversions: to the nearest, ties to even, as on a device.
 #pragma once
 
 #include <cmath>

@@ -1,15 +1,15 @@
 // Runs the blocks of a grid, each thread as a fiber, all in one OS thread.
 //
-// A thread runs until it waits for others; a warp goes on once all its threads wait for the same,
-// and a block once all its warps do. In between, one warp runs after the other, and one thread of
-// a warp after the other, in an order that tests set: of two accesses of a block that no barrier
-// separates, the forward order runs one first and the reverse order the other, so that a missing
-// barrier makes their results differ. The shuffled order also has several blocks under way, which
-// take turns at barriers; one that signals others by an atomic operation stops there until no other
-// can go on, and then the one that stopped last goes on first.
+// A thread runs until it waits for others; a warp continues once all its threads wait for the same
+// event, and a block once all its warps do. Between two barriers warps run one after another, and
+// so do the threads of a warp, in an order that tests set. If no barrier separates two accesses of
+// a block, the forward order runs one first and the reverse order the other: a missing barrier
+// makes their results differ. In the shuffled order several blocks run at once and switch at
+// barriers; a block that signals others by an atomic operation stops until no other block can
+// continue, and then the block that stopped last continues first.
 //
-// A mistake that a GPU would answer with a fault, a hang or silence ends the launch with
-// std::runtime_error: the block, the thread, and what it did.
+// A mistake for which a GPU would fault, hang or report nothing ends the launch with
+// std::runtime_error, which names the block, the thread and the mistake.
 #pragma once
 
 #include <algorithm>
@@ -51,14 +51,14 @@ inline Order order = Order::kForward;
 
 constexpr unsigned kWarpSize = 32;
 constexpr unsigned kMaxThreads = 1024;
-constexpr size_t kMaxSharedBytes = 48 * 1024;  // what a launch may have without asking the driver
+constexpr size_t kMaxSharedBytes = 48 * 1024;  // of a launch without cudaFuncSetAttribute
 constexpr size_t kGuardBytes = 1024;
 constexpr int kPoison = 0xff;  // NaN in every floating-point type
 constexpr int kGuard = 0xa5;
-constexpr size_t kShuffledBlocks = 4;  // that are under way in the shuffled order
+constexpr size_t kShuffledBlocks = 4;  // blocks that run at once in the shuffled order
 
-// The events that a thread waits for: all threads of its warp or block must come to wait for the
-// same, but for a turn, in which it lets other blocks go first.
+// The events that a thread waits for. All threads of its warp or block must wait for the same
+// event, except for kTurn: the thread lets other blocks run first.
 enum class Wait {
   kTurn,
   kExit,
@@ -75,9 +75,9 @@ struct Thread {
   Fiber fiber;
   uint3 index;
   Wait wait;
-  unsigned value_bytes;  // of the value that it offers to its warp
+  unsigned value_bytes;  // the size of the value that the thread offers to its warp
   uint64_t value;
-  uint64_t fenced;    // phase of its block, or 0: not since it last signaled
+  uint64_t fenced;    // the phase of its block, or 0: not since the last signal
   bool has_signaled;  // other blocks, by an atomic operation
 };
 
@@ -100,7 +100,7 @@ inline std::string describe(const Thread& thread) {
   return text;
 }
 
-// 0 .. count-1 as blocks, warps and lanes take their turns.
+// 0 .. count-1 in the order in which blocks, warps or lanes run.
 inline std::vector<unsigned> turns(size_t count, std::mt19937& generator) {
   std::vector<unsigned> result(count);
   std::iota(result.begin(), result.end(), 0u);
@@ -150,7 +150,7 @@ class Block {
     fiber_.start(&run_block);
   }
 
-  // Gives the block a turn: until it has exited, reaches a barrier or has signaled others.
+  // Runs the block until it exits, reaches a barrier or signals others.
   Wait resume() {
     current = this;
     blockIdx = index_;
@@ -161,8 +161,8 @@ class Block {
     return wait_;
   }
 
-  // Called by a thread: waits until all threads of the warp offer a value in the same way; returns
-  // those values, indexed by lane.
+  // Called by a thread: waits until all threads of the warp offer a value for the same event and
+  // returns the values, indexed by lane.
   const uint64_t* exchange(Wait wait, unsigned mask, uint64_t value, unsigned value_bytes) {
     if (mask != 0xffffffff) {
       fail_thread("expected the mask 0xffffffff of a whole warp");
@@ -178,13 +178,12 @@ class Block {
     Fiber::suspend();
   }
 
-  // The time between two barriers of the block; no other block or launch has the same number.
+  // Numbers the time between two barriers of the block, uniquely over blocks and launches.
   uint64_t phase() const { return phase_; }
   uint64_t first_phase() const { return first_phase_; }
 
-  // Another block may read what this one has stored if one thread of each signals, between two
-  // fences: barriers order the stores of a block before the first fence, its loads behind the
-  // second one.
+  // Another block may read this block's stores if a thread of each block signals between two
+  // fences. Barriers order a block's stores before the first fence and its loads after the second.
   void note_store() { stored_ = phase_; }
 
   void fence() {
@@ -297,7 +296,7 @@ class Block {
     Fiber::suspend();
   }
 
-  // Ends the launch, from the block or one of its threads. What lies on their stacks is abandoned.
+  // Ends the launch, from the block or one of its threads, and abandons their stacks.
   [[noreturn]] void fail(const std::string& what) {
     failure_ = what;
     Fiber::suspend();
@@ -309,7 +308,7 @@ class Block {
   uint3 index_;
   uint64_t first_phase_, phase_;
   uint64_t stored_;    // phase of the last store to global memory, or 0
-  uint64_t acquired_;  // phase of the last fence behind a signal, or 0
+  uint64_t acquired_;  // phase of the last fence after a signal, or 0
   const std::function<void()>* kernel_;
   Fiber fiber_;  // runs the threads' fibers
   std::string failure_;

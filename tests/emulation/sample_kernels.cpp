@@ -1,7 +1,7 @@
-// Kernels to test the emulation on: one of all operations of a warp, and a reduction with one
-// fault at a time.
+// Kernels that test the emulation: one has all operations of a warp, the other is a reduction with
+// one fault at a time.
 //   sample_kernels warp_operations|none|FAULT ORDER
-// prints "passed", or says on stderr what was found and fails.
+// prints "passed", or prints the found fault on stderr and fails.
 
 #include <cstdio>
 #include <cstdlib>
@@ -17,8 +17,8 @@ namespace {
 
 enum Fault {
   kNone,
-  kMissingSyncthreads,        // before thread 0 reads what the warps wrote
-  kMissingSecondSyncthreads,  // before the next channel overwrites what thread 0 reads
+  kMissingSyncthreads,        // before thread 0 reads the warps' sums
+  kMissingSecondSyncthreads,  // before the next channel overwrites the sums that thread 0 reads
   kMissingThreadfence,
   kLatePartial,  // the counter says "done" before the partial sum is written
   kOutOfBoundsLane,
@@ -54,7 +54,7 @@ constexpr int kBlocks = 7;
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kChannels = 3;
-constexpr int kSize = 1003;  // values of a channel: the last block has a rest
+constexpr int kSize = 1003;  // values of a channel: the last block has fewer
 
 struct Shared {
   double sums[kWarps];
@@ -67,8 +67,8 @@ __device__ double warp_sum(double value) {
   return value;
 }
 
-// Sums the channels of a (channels, size) array: each block a piece of each, the block that
-// finishes last their partial sums.
+// Sums the channels of a (channels, size) array: each block sums a chunk of each channel, and the
+// block that finishes last adds up the partial sums.
 template <Fault fault>
 __global__ void __launch_bounds__(kThreads)
     sum_kernel(const float* __restrict__ input, int size, double* __restrict__ partials,

@@ -1,4 +1,4 @@
-"""The emulation of CUDA threads finds what it is there to find: one fault after the other."""
+"""The emulation of CUDA threads finds each fault."""
 
 import ctypes
 import os
@@ -12,7 +12,7 @@ from emulated import EMULATION, ORDERS, PLAIN, SANITIZED, compile_cxx
 
 pytestmark = pytest.mark.any_torch
 
-# Faults of sample_kernels.cpp, and what is said about them.
+# Faults of sample_kernels.cpp, and their messages.
 FAULTS = {
     "missing_threadfence": "signals other blocks without a fence behind the stores of its block",
     "threads_exit_before_barrier": r"waits at __syncthreads, but thread \(64, 0, 0\) has exited",
@@ -25,7 +25,7 @@ FAULTS = {
     "shared_overflow": "wrote byte 32 of 32 bytes of shared memory",
     "shared_too_small": "uses 32 bytes of shared memory, but the launch has 31",
 }
-# Those that only show in a wrong result, and the order that surely shows them.
+# Faults that only show in a wrong result, and the order that always shows them.
 RACES = {
     "missing_syncthreads": "forward",
     "missing_second_syncthreads": "reverse",
@@ -55,7 +55,7 @@ def sanitized(folder):
 
 
 def outcome(program, kernel, order):
-    # A failed launch abandons what lies on its threads' stacks: no leaks that matter.
+    # A failed launch abandons its threads' stacks: these leaks do not matter.
     environment = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0"}
     return subprocess.run(
         [program, kernel, order], capture_output=True, text=True, env=environment, timeout=60
@@ -95,7 +95,7 @@ def test_race_changes_the_result_of_one_order(plain, fault):
 def test_access_past_an_allocation_is_found_by_address_sanitizer(sanitized, fault, error, order):
     done = outcome(sanitized, fault, order)
     assert done.returncode != 0 and done.stdout == ""
-    # The thread's own stack is shown, although it is a fiber's.
+    # The report shows the thread's own stack, although it is a fiber's.
     assert f"AddressSanitizer: {error}" in done.stderr and "sum_kernel" in done.stderr
 
 

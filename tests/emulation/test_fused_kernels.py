@@ -28,7 +28,7 @@ from syncbn.ops.epilogue import NUMBERS
 
 EPS = 1e-5
 
-# One for each kernel, and their two layouts.
+# A shape for each kernel, in two layouts.
 SHAPES = [
     (40, 300),
     (1001, 34),  # 4-byte vectors of channels
@@ -43,7 +43,7 @@ CASES = [(shape, layout) for shape in SHAPES for layout in layouts(shape)]
 
 
 def run_kernels(device, operands, activation):
-    """The output, the gradients, and the constants that backward had."""
+    """The output, the gradients, and the constants of the backward pass."""
     x, dy, weight, bias, residual = operands
     number, channels = NUMBERS[activation], x.size(1)
     constants = None if activation is None else statistics(2 * channels)
@@ -64,30 +64,30 @@ def run_kernels(device, operands, activation):
         constants,
     )
     parameters = (weight.dtype, bias.dtype)
-    through = (constants, number, SLOPE)
+    epilogue = (constants, number, SLOPE)
     if residual is None or activation is None:
         sums, *gradients = device.batch_norm_backward_reduce(
-            dy, x, mean, invstd, *parameters, None, 0.0, *through
+            dy, x, mean, invstd, *parameters, None, 0.0, *epilogue
         )
         dz = dy
     else:
         sources = (
-            (*through, residual, None)
+            (*epilogue, residual, None)
             if activation == "silu"
-            else (None, *through[1:], None, output)
+            else (None, *epilogue[1:], None, output)
         )
         sums, *gradients, dz = device.batch_norm_backward_reduce_dz(
             dy, x, mean, invstd, *parameters, None, 0.0, *sources
         )
-        through = ()
+        epilogue = ()
     grad_input = device.batch_norm_backward_apply(
-        dz, x, mean, invstd, weight, sums, count, None, None, *through
+        dz, x, mean, invstd, weight, sums, count, None, None, *epilogue
     )
     return [output, grad_input, *gradients, *([] if residual is None else [dz])]
 
 
 def placed_at(operands, offsets):
-    """The tensors of the input's shape, so many values past an aligned address."""
+    """The tensors of the input's shape, `offset` values past an aligned address."""
     x, dy, residual = offsets
     return operands._replace(
         x=placed(operands.x, x),
@@ -122,7 +122,7 @@ def check(library, operands, activation):
         if plan not in plans:  # a small tensor is split the same way everywhere
             plans.append(plan)
             results = run_kernels(device, operands, activation)
-            # To a gradient eight: of z, the sigmoid (3), the derivative (3), the product.
+            # A gradient has eight: of z, the sigmoid (3), the derivative (3), the product.
             assert_error_at_most_twice(results, theirs, exact, bounds, roundings=8)
 
 
@@ -160,10 +160,10 @@ def test_same_bits_in_each_order(library, shape, activation, with_residual):
 )
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu"])
 def test_backward_sees_the_sign_that_forward_saw(library, shape, layout, dtype, activation):
-    """Where the output is zero the gradient is, exactly there, also next to zero."""
+    """The gradient is zero exactly where the output is zero, also for z next to zero."""
     operands = make_operands(shape, layout, dtype, with_residual=False)
-    # Many values that are normalized to next to nothing, of either sign: to half of the least
-    # number that the 16-bit types have, which they round to zero.
+    # Many normalized values are tiny, of either sign: half of the smallest number of the 16-bit
+    # types, which they round to zero.
     operands.x[::2] *= 1e-3
     tiny = {torch.float16: 2e-8, torch.bfloat16: 5e-41}.get(dtype, 1e-9)
     operands.weight.fill_(tiny)
@@ -173,7 +173,7 @@ def test_backward_sees_the_sign_that_forward_saw(library, shape, layout, dtype, 
     is_positive = (output > 0).double()
     below = SLOPE if activation == "leaky_relu" else 0.0
     gradients = torch.where(output > 0, 1.0, below).double()
-    # The gradient of the bias counts the values that let it through.
+    # The gradient of the bias is the number of values with a gradient of one.
     assert torch.equal(grad_bias.double(), gradients.sum(reduced_dims(output)))
     assert 0.05 < is_positive.mean() < 0.95
 
@@ -181,7 +181,7 @@ def test_backward_sees_the_sign_that_forward_saw(library, shape, layout, dtype, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(64, 5), (2, 5, 40)], ids=["matrix", "planar"])
 def test_constants_are_those_of_the_normalization(library, shape, dtype):
-    x = make_input(shape, "contiguous", dtype, mean=1000.0)  # which float32 does not hold
+    x = make_input(shape, "contiguous", dtype, mean=1000.0)  # float32 does not hold it
     weight, bias = torch.rand(2, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
     constants = statistics(10)
     device = Device(library, 8, "forward")
@@ -199,7 +199,7 @@ def test_constants_are_those_of_the_normalization(library, shape, dtype):
 @fused
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4, 4)], ids=str)
 def test_empty_batch(library, shape, activation, with_residual):
-    """Sums are zero; nobody reads the constants, whose count is that of other ranks."""
+    """Sums are zero; nobody reads the constants, and the count is the other ranks'."""
     operands = make_operands(shape, "contiguous", torch.float32, with_residual=with_residual)
     results = run_kernels(Device(library, 8, "shuffled"), operands, activation)
     for name, result in zip(NAMES, results, strict=False):
@@ -216,7 +216,7 @@ SPECIAL = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-45, 
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu"])
 @pytest.mark.parametrize("channels", [3, 8])
 def test_special_values_as_torch_treats_them(library, channels, activation, slope):
-    """Of the residual, behind a normalization to zero; and of the gradient."""
+    """NaN in the residual, after a normalization to zero; and in the gradient."""
     device = Device(library, 8, "forward")
     functions = {"relu": F.relu, "leaky_relu": lambda z: F.leaky_relu(z, slope), "silu": F.silu}
     for dz in (1.0, float("inf"), float("nan")):
@@ -231,7 +231,7 @@ def test_special_values_as_torch_treats_them(library, channels, activation, slop
         output, mean, invstd, _ = device.batch_norm_apply(
             zeros, totals, *(None,) * 5, 0.1, 1.0, None, None, residual, number, slope, constants
         )
-        # Two approximations' roundings; SiLU of 1e-45 is half of it, of which no number is.
+        # The roundings of two approximations; SiLU of 1e-45 is half of it: no number.
         torch.testing.assert_close(output, expected.detach(), equal_nan=True, rtol=1e-6, atol=1e-44)
         sources = (constants, residual, None) if activation == "silu" else (None, None, output)
         *_, grad_residual = device.batch_norm_backward_reduce_dz(
@@ -270,7 +270,7 @@ def test_silu_over_all_magnitudes(library, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_value_counts_once(library, dtype):
-    """Sums of small integers are exact in any order, if no value is missed or taken twice."""
+    """Sums of small integers are exact in any order if each value is added once."""
     device = Device(library, 8, "shuffled")
     generator = torch.Generator().manual_seed(0)
     for shape, layout in CASES:

@@ -29,7 +29,7 @@ CUDA_SHAPES = [
     (1, 3),  # one value in each channel
     (1500, 24),  # 16-byte vectors of channels, whole and split
     (3000, 24),  # two full chunks of rows for a thread, on one multiprocessor
-    (10000, 31),  # one channel at a time, in more segments than readers load at once
+    (10000, 31),  # one channel at a time, in more segments than reducing threads load at once
     (1001, 34),  # 4-byte vectors of channels
     (40, 300),  # more vectors of channels than a tile
     (5, 3, 7, 7),
@@ -145,7 +145,7 @@ def check_backward_reduce(library, x, dy):
 def check_backward_apply(library, x, dy):
     mean, var = reference_moments(x)
     invstd, weight = (var + EPS).rsqrt(), channel_values(x, 3)
-    # Sums and a count as of a larger group: any will do for the formula.
+    # Any sums and count do for the formula: those of a larger group.
     sums = 5 * torch.cat([channel_values(x, 4), channel_values(x, 5)]).double()
     count = torch.tensor([2.0 * x.numel() / x.size(1)]).double()
     xhat = (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
@@ -216,11 +216,12 @@ def test_planes_end_in_each_load_of_a_thread(library, check, dtype):
 
 
 @each_operator
-@pytest.mark.parametrize("slot", range(8))  # of those that a thread loads at once
+@pytest.mark.parametrize("vectors", range(8))  # of those that a thread loads at once
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tensor_ends_within_a_vector(library, check, slot, dtype):
+def test_tensor_ends_within_a_vector(library, check, vectors, dtype):
     width = 16 // dtype.itemsize
-    inner = width * (32 * slot + 10) + width - 1  # a warp's threads load `slot` vectors, then ten
+    # A warp's threads load `vectors` vectors, then ten of them load one more.
+    inner = width * (32 * vectors + 10) + width - 1
     x = make_input((1, 1, inner), "contiguous", dtype)
     dy = make_input((1, 1, inner), "contiguous", dtype, mean=0.1, seed=1)
     check(library, placed(x, 0), placed(dy, 0))
@@ -283,11 +284,13 @@ def test_no_wave_of_blocks_is_half_empty(library, channels, size, dtype, multipr
     x = torch.empty(256, channels, size, size, dtype=dtype, device="meta")
     plan = Device(library, multiprocessors, "forward").plan(x)
     blocks, resident = plan["tiles"] * plan["splits"], 2 * multiprocessors
-    assert blocks / (resident * math.ceil(blocks / resident)) > 0.85  # 0.9, or what can be had
+    assert (
+        blocks / (resident * math.ceil(blocks / resident)) > 0.85
+    )  # 0.9, or the maximum if that is less
 
 
 def test_few_partial_sums_are_left_to_one_block(library):
-    """Else it reads them at the speed of one multiprocessor."""
+    """One multiprocessor reads the partial sums, so they must be few."""
     for dtype in DTYPES:
         for channels in (24, 32, 42, 64, 65, 256, 2048):
             x = torch.empty(200_000, channels, dtype=dtype, device="meta")
@@ -301,7 +304,7 @@ def test_few_partial_sums_are_left_to_one_block(library):
 
 @pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
 def test_every_value_counts_once(device, shape, layout, dtype):
-    """Sums of small integers are exact in any order, if no value is missed or taken twice."""
+    """Sums of small integers are exact in any order if each value is added once."""
     generator = torch.Generator().manual_seed(0)
     dy, x = torch.randint(0, 4, (2, *shape), generator=generator).to(dtype)
     zeros, ones = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
@@ -313,8 +316,8 @@ def test_every_value_counts_once(device, shape, layout, dtype):
         assert torch.equal(sums, expected)
 
 
-# So many segments, in several tiles, that several threads add up the partial sums of a channel and
-# each has all its loads in flight.
+# Several tiles with so many segments that several threads reduce the partial sums of a channel,
+# each with all its loads in flight.
 MANY_SEGMENTS = {
     "rows of single channels": lambda width: (5200, 67),
     "rows of pairs": lambda width: (5200, 130),
@@ -334,7 +337,7 @@ def test_partial_sums_of_many_segments(library, shape, dtype):
     shape = shape(16 // dtype.itemsize)
     dy, x = (placed(t, 0) for t in torch.randint(0, 4, (2, *shape), generator=generator).to(dtype))
     plan = device.plan(dy, x)
-    assert plan["splits"] > 8 and plan["tiles"] > 1  # 8: the loads of a reader
+    assert plan["splits"] > 8 and plan["tiles"] > 1  # 8: the loads of a reducing thread
     zeros, ones = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
 
     def sums_of(*tensors):
@@ -405,7 +408,7 @@ def test_gradient_survives_a_large_mean(device, layout):
 @pytest.mark.parametrize("position", [0, 1, -1])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_variance_survives_an_outlier(library, layout, position):
-    """Also where it is the value that all others are measured from."""
+    """Also if the NaN or infinity is the pivot."""
     x = make_input((41, 2, 829), layout, torch.float32, mean=0.0, std=1.0)
     x[0, :, position] = 1e4
     x[20, :, position] = 1e4
@@ -427,7 +430,7 @@ def test_constant_channel_has_no_variance(device, layout, dtype):
 @pytest.mark.parametrize("shape", [(8, 3, 5), (64, 3, 400)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_large_values(device, layout, shape, shift):
-    """The bounds of docs/numerics.md, where all values are at one of both ends."""
+    """The bounds of docs/numerics.md, with all values at one of two ends."""
     distance = 9e18 / (shape[0] * shape[2]) ** 0.5
     ends = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
     x = to_layout((ends.double() + shift).mul(distance).float(), layout)

@@ -1,4 +1,4 @@
-"""Translated PTX as it runs: control flow, memory, what is found; and what is not known."""
+"""Translated PTX: control flow, memory, found faults, unknown instructions."""
 
 import re
 
@@ -7,8 +7,8 @@ import pytest
 from ptx import UnknownPtxError, translate
 from ptx_samples import HEAD, kernel, load
 
-FIRST_IN_BLOCK = "mov.u32 %r0, %tid.x;\nshl.b32 %r1, %r0, 3;\n"  # r1: its place in shared memory
-OWN_PLACE = """
+FIRST_IN_BLOCK = "mov.u32 %r0, %tid.x;\nshl.b32 %r1, %r0, 3;\n"  # r1: its offset in shared memory
+OWN_OFFSET = """
     mov.u32 %r2, %ctaid.x;
     mov.u32 %r3, %ntid.x;
     mad.lo.s32 %r4, %r2, %r3, %r0;
@@ -17,7 +17,7 @@ OWN_PLACE = """
 """
 STORE_SIGNAL_READ = (
     FIRST_IN_BLOCK
-    + OWN_PLACE
+    + OWN_OFFSET
     + """
     cvt.u64.u32 %rd11, %r4;
     st.global.u64 [%rd10], %rd11;
@@ -30,12 +30,12 @@ STORE_SIGNAL_READ = (
     ret;"""
 )
 
-SOUND = {
-    # Each thread stores the number of its turns, which is its own.
+CORRECT = {
+    # Each thread runs as many iterations as its own number and stores how many.
     "loop": (
         1,
         FIRST_IN_BLOCK
-        + OWN_PLACE
+        + OWN_OFFSET
         + """
         mov.u64 %rd11, 0;
     $L__BB0_1:
@@ -54,7 +54,7 @@ SOUND = {
     "neighbor": (
         1,
         FIRST_IN_BLOCK
-        + OWN_PLACE
+        + OWN_OFFSET
         + """
         cvt.u64.u32 %rd11, %r4;
         mov.u32 %r6, shared;
@@ -66,11 +66,11 @@ SOUND = {
         st.global.u64 [%rd10], %rd12;
         ret;""",
     ),
-    # Halves of a register exchanged, in a block with a register of its own.
+    # Exchanges the halves of a register, in a scope with its own register.
     "pack": (
         1,
         FIRST_IN_BLOCK
-        + OWN_PLACE
+        + OWN_OFFSET
         + """
         mov.b64 %rd11, 0x;
         { .reg .b32 tmp; mov.b64 {tmp, %r5}, %rd11; mov.b64 %rd12, {%r5, tmp}; }
@@ -82,7 +82,7 @@ SOUND = {
         ret;""".replace("0x", str(2**32 * 5 + 7)),
     ),
     "read_own": (2, STORE_SIGNAL_READ),
-    # 16 bytes through all of a vector's places.
+    # 16 bytes through all elements of a vector.
     "vectors": (
         2,
         """
@@ -101,7 +101,7 @@ STORE_OWN = """
     st.shared.u64 [%r5], %rd11;
 """
 
-# What ends a launch of two blocks of two threads, and the kernel.
+# The error of a launch of two blocks of two threads, and the kernel.
 FAULTS = {
     "reads shared memory that its block has not written": (1, "ld.shared.u64 %rd1, [shared]; ret;"),
     "reads shared memory that another thread writes before a barrier": (
@@ -127,13 +127,13 @@ FAULTS = {
     "reads by a non-coherent load what the launch has written": (
         1,
         FIRST_IN_BLOCK
-        + OWN_PLACE
+        + OWN_OFFSET
         + "st.global.u64 [%rd10], %rd0; ld.global.nc.u16 %rs1, [%rd10+6]; ret;",
     ),
     "reads memory that the launch has written": (
         1,
         FIRST_IN_BLOCK
-        + OWN_PLACE
+        + OWN_OFFSET
         + "st.global.u64 [%rd10], %rd0; ld.global.u8 %rs1, [%rd10+7]; ret;",
     ),
     "reads memory that the launch has yet to write": (1, "ld.global.u64 %rd1, [%rd0+8]; ret;"),
@@ -172,7 +172,7 @@ FAULTS = {
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory):
-    kernels = [kernel(name, *sample) for name, sample in SOUND.items()]
+    kernels = [kernel(name, *sample) for name, sample in CORRECT.items()]
     kernels += [kernel(f"fault_{i}", *sample) for i, sample in enumerate(FAULTS.values())]
     return load(tmp_path_factory.mktemp("ptx"), "".join(kernels))
 

@@ -1,4 +1,4 @@
-"""Each instruction that the translator of PTX knows, against Python."""
+"""Each instruction of the PTX translator, against Python."""
 
 import math
 import operator
@@ -54,7 +54,7 @@ FLOATS = [0.0, -0.0, 1.0, -1.0, 1.5, math.inf, -math.inf, math.nan, 1e-40, 3e38,
 
 
 def examples(kind, opcode, position):
-    """Special values, then random ones, which include all bits."""
+    """Special values, then random bits."""
     generator = np.random.default_rng(position)
     if kind == "pred":
         return [False, True]

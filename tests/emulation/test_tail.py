@@ -35,7 +35,7 @@ def test_tail_stands_behind_the_same_sums(library, shape):
         assert sums[2 * channels :].tolist() == [0.0, *end]
 
 
-def judged(device, what, momentum, status):
+def verified(device, what, momentum, status):
     """The results of both operators for sums of two ranks, and the running statistics."""
     x = make_input((40, 3, 5), "contiguous", torch.float32)
     mean, var = reference_moments(x)
@@ -60,7 +60,7 @@ def judged(device, what, momentum, status):
 def test_pass_that_is_not_sound_gives_nan_and_changes_nothing(library, what, momentum):
     device = Device(library, 8, "shuffled")
     status = torch.zeros(1).double()
-    output, grad, (mean, _, tracked) = judged(device, what, momentum, status)
+    output, grad, (mean, _, tracked) = verified(device, what, momentum, status)
     assert output.isnan().all() == grad.isnan().all() == (what != "sound")
     assert bool(mean.any()) == (what == "sound")
     assert tracked.item() == (5 if what == "sound" else 4)
@@ -72,12 +72,12 @@ def test_pass_that_is_not_sound_gives_nan_and_changes_nothing(library, what, mom
 
 def test_first_status_stays(library):
     status = torch.tensor([-5.0]).double()
-    judged(Device(library, 8, "forward"), "different", 0.1, status)
+    verified(Device(library, 8, "forward"), "different", 0.1, status)
     assert status.item() == -5
 
 
 def test_no_status_is_asked_for(library):
-    output, *_ = judged(Device(library, 8, "forward"), "different", 0.1, None)
+    output, *_ = verified(Device(library, 8, "forward"), "different", 0.1, None)
     assert output.isnan().all()
 
 

@@ -1,4 +1,4 @@
-"""The CUDA operators as a layer uses them, without a GPU: running statistics, parameters, ranks."""
+"""A layer's use of the CUDA operators, without a GPU: running statistics, parameters, ranks."""
 
 import os
 import subprocess
@@ -58,7 +58,7 @@ def test_parameters_and_buffers_of_any_dtype_and_stride(library, dtype, vector_d
         return output, *columns, grad_weight, grad_bias
 
     expected = xhat * per_channel(weight, x) + per_channel(bias, x)
-    # The vector's own rounding or that of float64's sums, and for gradients that of float sums
+    # The vector's own rounding or float64's of the sums; for gradients the rounding of float sums
     eps = max(torch.finfo(vector_dtype).eps, 1e-14)
     for _, results in on_all_devices(library, run, x, torch.empty_like(x)):
         output, *vectors, grad_weight, grad_bias = results
@@ -156,7 +156,7 @@ def test_bad_channel_keeps_its_running_statistics(device, bad):
     ("dtype", "value"), [(torch.float16, 600.0), (torch.bfloat16, 3e19), (torch.float32, 3e19)]
 )
 def test_running_statistics_that_would_overflow_stay(device, dtype, value):
-    """The first channel's variance is past the largest value of the dtype, the other's is not."""
+    """Only the first channel's variance is past the largest value of the dtype."""
     x = torch.tensor([[-value, -1.0], [value, 1.0]], dtype=dtype)
     mean, var = torch.ones(2, dtype=dtype), torch.ones(2, dtype=dtype)
     totals = totals_of(x)
@@ -196,7 +196,7 @@ def test_aborted_rank_gives_nan_and_updates_nothing(device, layout, momentum):
 
 
 def train(device, shards, grad_outputs, weight, bias):
-    """One step of a layer whose ranks hold the shards; what each rank has in the end."""
+    """Run a step of a layer whose ranks hold the shards; return each rank's results."""
     buffers = [(torch.zeros(len(weight)), torch.ones(len(weight)), torch.tensor(0)) for _ in shards]
     totals = sum(device.batch_norm_stats(x) for x in shards)
     forward = [
@@ -250,7 +250,7 @@ def test_ranks_train_as_one_whole_batch(library, dtype, layout, sizes, multiproc
 @pytest.mark.any_torch
 @pytest.mark.skipif(IS_SANITIZED, reason="this is what it runs")
 def test_address_sanitizer_finds_no_access_outside_of_a_tensor():
-    """In a process of its own. A tensor is an allocation there, with nothing behind it."""
+    """In a process of its own, where AddressSanitizer finds accesses past a tensor."""
     libraries = [
         subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
         for name in ("libasan.so", "libstdc++.so")

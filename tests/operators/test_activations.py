@@ -22,13 +22,13 @@ def apply(x, residual=None, activation=NONE, slope=0.0, constants=None):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_silu_over_all_magnitudes(dtype, layout):
-    """Against float64, or float64 against itself, from underflow to the largest."""
+    """Against float64, or float64 against itself, from underflow to the largest number."""
     largest = 700.0 if dtype == torch.float64 else 80.0
     z = torch.cat([torch.linspace(-largest, largest, 20001), torch.logspace(-30, 2, 999)])
     z = torch.cat([z, -z, torch.tensor([0.0, -0.0])]).to(dtype)
     z = z[: z.numel() // 12 * 12].view(-1, 3, 2, 2)
     z = z.contiguous(memory_format=torch.channels_last) if layout == "channels_last" else z
-    # No values, so that the normalization is known: they are all zero.
+    # An empty group: the normalization is known, mean and variance are zero.
     zeros = torch.zeros_like(z)
     output, *_ = ops.batch_norm_apply(
         zeros, ops.batch_norm_stats(zeros), *(None,) * 5, 0.1, 1.0, None, None, z, SILU, 0.0, None
@@ -134,15 +134,15 @@ def test_arguments_that_do_not_fit():
         apply(x, torch.rand(3, 4, 5).transpose(0, 1))
     with pytest.raises(RuntimeError, match=r"constants to have shape \[6\]"):
         apply(x, None, RELU, 0.0, constants[:3])
-    with pytest.raises(RuntimeError, match="constants with an activation, and without one none"):
+    with pytest.raises(RuntimeError, match="constants if there is an activation, and only then"):
         ops.batch_norm_backward_reduce(*operands, None, RELU, 0.0)
-    with pytest.raises(RuntimeError, match="constants with an activation, and without one none"):
+    with pytest.raises(RuntimeError, match="constants if there is an activation, and only then"):
         ops.batch_norm_backward_reduce(*operands, constants, NONE, 0.0)
     residual = ops.batch_norm_backward_reduce_dz
     with pytest.raises(RuntimeError, match="expected an activation"):
         residual(*operands, None, NONE, 0.0, None, output)
     for sources in [(constants, SILU, 0.0, None, output), (None, RELU, 0.0, x, None)]:
-        with pytest.raises(RuntimeError, match="expected constants with SiLU, output with ReLU"):
+        with pytest.raises(RuntimeError, match="expected constants for SiLU, output for ReLU"):
             residual(*operands, *sources)
     with pytest.raises(RuntimeError, match=r"output to have shape \[4, 3, 5\]"):
         residual(*operands, None, RELU, 0.0, None, output[:2])
@@ -156,8 +156,8 @@ def test_stored_gradient_of_silu_without_a_residual(dtype, layout):
     fused = (constants, SILU, 0.0)
     *results, dz = ops.batch_norm_backward_reduce_dz(*operands, *fused, None, None)
     computed = torch.float64 if dtype == torch.float64 else torch.float32
-    # Sums of unrounded dz: of 140 values up to four, added in two orders, each time with seven
-    # additions before one that carries what rounding takes.
+    # Sums of the unrounded dz: 140 values up to four, in two orders, with seven additions before
+    # each compensated one.
     atol = 2 * 7 * 140 * 4 * torch.finfo(computed).eps
     expected = ops.batch_norm_backward_reduce(*operands, *fused)
     for result, other in zip(results, expected, strict=True):
@@ -165,6 +165,6 @@ def test_stored_gradient_of_silu_without_a_residual(dtype, layout):
     dy, _, mean, invstd, *_ = operands
     z = ((x.double() - per_channel(mean, x)) * per_channel(invstd, x)).requires_grad_()
     F.silu(z).backward(dy.double())
-    # One rounding to the dtype, and a dozen to the type it is computed in, of values up to four.
+    # One rounding to the dtype and a dozen to the type of the computation, of values up to four.
     atol = 50 * torch.finfo(computed).eps
     torch.testing.assert_close(dz.double(), z.grad, rtol=torch.finfo(dtype).eps, atol=atol)

@@ -130,7 +130,7 @@ def test_bad_channel_keeps_its_running_statistics(bad):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("when", [0, 1])
 def test_bad_channel_of_a_cumulative_average_is_nan(bad, when):
-    """As torch's: the batch counts, for all channels, and so no average of the others is known."""
+    """As in torch: the batch counts for all channels, so the channel's average is unknown."""
     mean, var, tracked = torch.zeros(4), torch.ones(4), torch.tensor(0)
     batches = [make_input((6, 4), "contiguous", torch.float32, seed=seed) for seed in range(3)]
     batches[when][1, 2] = bad
@@ -170,7 +170,7 @@ def test_aborted_rank_is_an_error_or_nan_and_changes_nothing(each_device):
     totals[-1] = torch.nan
     mean, var, tracked = torch.zeros(2), torch.ones(2), torch.tensor(0)
     arguments = (x, totals, None, None, mean, var, tracked, 0.1, 1e-5)
-    if each_device.type == "cuda":  # which never waits to see what the count is
+    if each_device.type == "cuda":  # CUDA never waits for the count
         assert all(result.isnan().all() for result in ops.batch_norm_apply(*arguments))
     else:
         with pytest.raises(RuntimeError, match="another rank of the process group aborted"):
@@ -181,7 +181,7 @@ def test_aborted_rank_is_an_error_or_nan_and_changes_nothing(each_device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1000.1, 7.7e-5])
 def test_constant_channel_has_a_running_variance_of_zero(each_device, value, dtype):
-    """Reading the message subtracts the very value that writing it has added."""
+    """Reading a message subtracts exactly the value that writing it has added."""
     x = torch.full((3, 4, 5, 7), value, dtype=dtype)
     running_mean, running_var = torch.zeros(4).double(), torch.ones(4).double()
     totals = ops.batch_norm_stats(x)

@@ -24,7 +24,7 @@ def test_grad_input_matches_float64(shape, layout, dtype):
     invstd = (var + 1e-5).rsqrt()
     channels = shape[1]
     weight = make_vector(channels, torch.float64, seed=2)
-    # Sums and a count as of a larger group: any will do for the formula.
+    # Any sums and count do for the formula: those of a larger group.
     sums = make_vector(2 * channels, torch.float64, seed=3) * 5
     count = torch.tensor([2.0 * x.numel() / channels], dtype=torch.float64)
     grad_input = ops.batch_norm_backward_apply(dy, x, mean, invstd, weight, sums, count)

@@ -70,7 +70,7 @@ def test_outlier_where_a_segment_of_work_begins():
 @pytest.mark.parametrize("shape", [(2, 3, 1), (8, 3, 5), (64, 3, 4096)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_large_values(dtype, shape, shift, layout):
-    """The bounds of docs/numerics.md, where all values are at one of both ends."""
+    """The bounds of docs/numerics.md, with all values at one of two ends."""
     root = (shape[0] * shape[2]) ** 0.5
     ends = torch.rand(shape, generator=torch.Generator().manual_seed(0), device="cpu") < 0.5
     ends[0, :, :], ends[1, :, :] = False, True
@@ -78,7 +78,7 @@ def test_large_values(dtype, shape, shift, layout):
     distance = 9e18 / root if dtype != torch.float64 else 1e153 / root / max(1, abs(shift) + 1)
     x = to_layout((unit * distance).to(dtype), layout)
     mean, var, _ = read_message(ops.batch_norm_stats(x), 3)
-    # Moments of what the dtype made of them, without leaving float64's range.
+    # Moments of the rounded values, without overflow in float64.
     expected_mean, expected_var = reference_moments(x.double() / distance)
     # 4 eps of float64 of the mean square, and a few roundings of a float sum
     loss = 1e-15 * (shift + 1) ** 2
@@ -105,7 +105,7 @@ def test_misleading_samples_cost_no_accuracy(layout):
     x.view(3, 16384)[:, 1024::2048] = 1e3
     _, var, _ = read_message(ops.batch_norm_stats(to_layout(x, layout)), 3)
     _, expected = reference_moments(x)
-    # float sums of squares; around the value that was guessed they would be off by more
+    # float sums of squares; around the guessed value the error would be larger
     torch.testing.assert_close(var, expected, rtol=1e-6, atol=0.0)
 
 

@@ -46,9 +46,9 @@ def as_inference(x: Tensor) -> Tensor:
         return x.clone()
 
 
-# What is made of a tensor; an error of theirs is a damage that this tensor cannot have. No fake
-# tensors: once FakeTensorMode has failed on a freed tensor, zeros without memory end the process in
-# anyone's operators on torch 2.15.
+# Functions that damage a tensor; they raise if the tensor cannot have the damage. No fake tensors:
+# once FakeTensorMode has failed on a freed tensor, zeros without memory end the process in any
+# library's operators on torch 2.15.
 DAMAGES: dict[str, Callable[[Tensor], object]] = {
     "none": lambda x: None,
     "a number": lambda x: 1.5,
@@ -110,8 +110,8 @@ DAMAGES |= {
     )
     for name in OTHER_DTYPES
 }
-# What takes the place of a number, and of a dtype. No integers past the dtypes: where a tensor is
-# jagged, torch 2.11 looks them up past the end of its table.
+# Replacements of a number and of a dtype. No integers past the dtypes: with a jagged tensor torch
+# 2.11 reads past the end of its table.
 NUMBERS = [None, 0.0, -1.0, 2.5, 1e308, -1e308, torch.nan, torch.inf, -torch.inf, 1, True, 10**400]
 NUMBERS += ["x", 1j, torch.tensor(0.1)]
 SCALAR_TYPES = [*DTYPES, torch.int64, torch.complex64, torch.bool, torch.float8_e5m2, torch.qint8]
@@ -124,7 +124,7 @@ class Example(NamedTuple):
     shape: tuple[int, ...]
     layout: str
     dtype: torch.dtype
-    damages: dict[int, str]  # of arguments, by their places: keys of DAMAGES and of OTHERS
+    damages: dict[int, str]  # position of an argument: key of DAMAGES or OTHERS
 
 
 @st.composite
@@ -150,7 +150,7 @@ class Unreadable(Exception):
 
 
 def plain(value: object) -> object:
-    """Return a tensor of the same values that has nothing particular."""
+    """Return an ordinary tensor of the same values."""
     if not isinstance(value, Tensor):
         return value
     if torch._is_functional_tensor(value):
@@ -159,7 +159,7 @@ def plain(value: object) -> object:
         value = value.detach().as_subclass(Tensor)
         end = sum((n - 1) * s for n, s in zip(value.shape, value.stride(), strict=True)) + 1
         end = (value.storage_offset() + end) * value.element_size()
-        if value.numel() and not (  # copying these would end the process, or need it all
+        if value.numel() and not (  # a copy would end the process, or need all memory
             value._is_zerotensor() or end <= min(value.untyped_storage().nbytes(), 2**20)
         ):
             raise Unreadable

@@ -1,4 +1,4 @@
-"""Operators under a mask, against float64 on the places alone that it leaves. On CPUs.
+"""Operators with a mask, against float64 on the unmasked positions. On CPUs.
 
 The many cases of them are of the binary, which no torch changes.
 """
@@ -24,7 +24,7 @@ from syncbn import ops
 from syncbn.ops import batch_norm
 from syncbn.ops.epilogue import NUMBERS
 
-# What tests without masks have, and planes and rows whose pieces end anywhere.
+# The shapes of tests without masks, and planes and rows with chunks that end anywhere.
 SOME = [(2, 1), (129, 65), (5, 2049), (2, 3, 5, 7), (4, 1, 9, 11), (3, 17, 7, 7), (3, 2, 131, 257)]
 MANY = [(20, 70, 9, 11), (300, 6, 50), (300, 40, 5, 5), (70, 600, 3)]
 CASES = all_cases([*SOME, *MANY])
@@ -32,14 +32,14 @@ NONSENSE = torch.tensor([math.nan, math.inf, -math.inf])
 
 
 def spoil(x, mask):
-    """Return the tensor with NaN and infinities at masked places."""
+    """Return the tensor with NaN and infinities at masked positions."""
     nonsense = NONSENSE.to(x.dtype)[torch.arange(x.numel()) % 3].view(x.shape)
     spoiled = torch.where(mask.unsqueeze(1), x, nonsense)
     return torch.empty_like(x).copy_(spoiled)  # in the layout of x
 
 
 def valid(x, mask):
-    """Return the values that count, as rows: [n, C]."""
+    """Return the unmasked values as rows: [n, C]."""
     return x.movedim(1, -1)[mask]
 
 
@@ -102,23 +102,23 @@ def test_misleading_samples_cost_no_accuracy(layout, dtype):
     """The CPU guesses each mean from a few values, all of which are far off here."""
     x = make_input((1, 3, 128, 128), "contiguous", dtype, mean=0.0, std=1.0)
     mask = make_mask(x)
-    places = mask.flatten().nonzero().flatten()
-    x.view(3, -1)[:, places[[len(places) * (2 * i + 1) // 16 for i in range(8)]]] = 1e3
+    positions = mask.flatten().nonzero().flatten()
+    x.view(3, -1)[:, positions[[len(positions) * (2 * i + 1) // 16 for i in range(8)]]] = 1e3
     message = ops.batch_norm_stats(to_layout(spoil(x, mask), layout), mask=mask)
     check_moments(message, valid(x, mask))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("places", [0, 1, 2])
-def test_few_places(layout, places):
+@pytest.mark.parametrize("positions", [0, 1, 2])
+def test_few_positions(layout, positions):
     x = make_input((3, 5, 40, 7), layout, torch.float32)
     mask = torch.zeros(3, 40, 7, dtype=torch.bool)
-    mask[2, 39, :places] = True
+    mask[2, 39, :positions] = True
     check_moments(ops.batch_norm_stats(spoil(x, mask), mask=mask), valid(x, mask))
 
 
-def test_segments_without_places():
-    """Whole items of work, in the middle and at the ends, have nothing to count."""
+def test_segments_without_positions():
+    """Whole tasks, in the middle and at the ends, have no unmasked position."""
     x = make_input((3, 2, 131, 2570), "contiguous", torch.float32)
     for sample in range(3):
         mask = torch.zeros(3, 131, 2570, dtype=torch.bool)
@@ -130,21 +130,21 @@ def test_segments_without_places():
 @pytest.mark.parametrize(("shape", "layout", "dtype"), CASES)
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_outputs_are_those_without_a_mask_or_zero(shape, layout, dtype, activation):
-    """The same bits: a mask changes statistics, and what is computed from them not at all."""
+    """The same bits: a mask changes the statistics, but not the formulas that use them."""
     x, dy, residual, mask = operands(shape, layout, dtype)
     totals = ops.batch_norm_stats(x, mask=mask)
     constants = None if activation is None else x.new_empty(2 * shape[1], dtype=torch.float64)
-    following = (NUMBERS[activation], 0.25, constants)
+    epilogue = (NUMBERS[activation], 0.25, constants)
     normalization = (totals, None, None, None, None, None, 0.1, 1e-5, None, None)
     spoiled, spoiled_residual = spoil(x, mask), spoil(residual, mask)
     for own, other in ((None, None), (residual, spoiled_residual)):
-        plain, mean, invstd, count = ops.batch_norm_apply(x, *normalization, own, *following)
-        output, *_ = ops.batch_norm_apply(spoiled, *normalization, other, *following, mask=mask)
+        plain, mean, invstd, count = ops.batch_norm_apply(x, *normalization, own, *epilogue)
+        output, *_ = ops.batch_norm_apply(spoiled, *normalization, other, *epilogue, mask=mask)
         assert output.stride() == x.stride()
         assert torch.equal(output, cleared(plain, mask))
-    through = (constants, *following[:2])
+    epilogue_gradient = (constants, *epilogue[:2])
     sums = totals.new_ones(2 * shape[1])
-    of_input = (mean, invstd, None, sums, count, None, None, *through)
+    of_input = (mean, invstd, None, sums, count, None, None, *epilogue_gradient)
     plain = ops.batch_norm_backward_apply(dy, x, *of_input)
     grad = ops.batch_norm_backward_apply(spoil(dy, mask), spoiled, *of_input, mask=mask)
     assert torch.equal(grad, cleared(plain, mask))
@@ -161,11 +161,11 @@ def test_sums_match_float64(shape, layout, dtype, activation):
     mean, var = reference_moments(rows)
     invstd = (var + 1e-5).rsqrt()
     constants = None if activation is None else torch.cat([invstd, torch.zeros_like(mean)])
-    through = (None, 0.0, constants, NUMBERS[activation], 0.0)
+    epilogue_gradient = (None, 0.0, constants, NUMBERS[activation], 0.0)
     dtypes = (torch.float64, torch.float64)
     spoiled = (spoil(dy, mask), spoil(x, mask))
     sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
-        *spoiled, mean, invstd, *dtypes, *through, mask=mask
+        *spoiled, mean, invstd, *dtypes, *epilogue_gradient, mask=mask
     )
     xhat = (rows.double() - mean) * invstd
     dz = dy_rows.double()
@@ -195,17 +195,18 @@ def test_stored_gradients_are_those_without_a_mask_or_zero(shape, layout, dtype,
     invstd = (var + 1e-5).rsqrt()
     is_silu = activation == "silu"
     constants = torch.cat([invstd, torch.zeros_like(mean)]) if is_silu else None
-    given = (residual, None) if is_silu else (None, residual)  # which has any sign
+    given = (residual, None) if is_silu else (None, residual)  # of any sign
     reduction = (mean, invstd, torch.float64, torch.float64, None, 0.0)
-    through = (constants, NUMBERS[activation], 0.25)
-    *_, plain = ops.batch_norm_backward_reduce_dz(dy, x, *reduction, *through, *given)
+    epilogue_gradient = (constants, NUMBERS[activation], 0.25)
+    *_, plain = ops.batch_norm_backward_reduce_dz(dy, x, *reduction, *epilogue_gradient, *given)
     spoiled = (None if t is None else spoil(t, mask) for t in (dy, x, *given))
     grad, values, *others = spoiled
     sums, *_, dz = ops.batch_norm_backward_reduce_dz(
-        grad, values, *reduction, *through, *others, mask=mask
+        grad, values, *reduction, *epilogue_gradient, *others, mask=mask
     )
     assert torch.equal(dz, cleared(plain, mask))
-    # Of the unrounded gradient: half an eps off each value that was stored, or of the least normal.
+    # Sums of the unrounded gradient: stored values differ by half an eps, or half an eps of the
+    # smallest normal number.
     stored = valid(dz, mask).double()
     info = torch.finfo(dtype)
     rounding = info.eps / 2 * stored.abs().clamp(min=info.smallest_normal).sum(0)
@@ -255,7 +256,7 @@ def test_mask_without_memory_is_named(name):
 
 
 class NoSynchronization(TorchDispatchMode):
-    """Refuses operators whose result the host, on a GPU, would have to wait for."""
+    """Refuses operators that would make the host wait for a GPU."""
 
     WAIT = ("item", "_local_scalar_dense", "nonzero", "masked_select", "index", "is_nonzero")
 
@@ -269,27 +270,27 @@ class NoSynchronization(TorchDispatchMode):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_devices_whose_operators_take_no_mask(monkeypatch, dtype, layout, ratio):
-    """Filled places give what the CPU's operators do; CUDA has this way alone."""
+    """Filled positions, CUDA's only way, give the same results as the CPU's operators."""
     x = make_input((6, 5, 9, 7), layout, dtype, mean=ratio)
     mask = make_mask(x)
     mask[1] = False
     dy, residual = (make_input(x.shape, layout, dtype, std=1.0, seed=s) for s in (1, 2))
     spoiled = [spoil(tensor, mask) for tensor in (x, dy, residual)]
-    through = (x.new_empty(10, dtype=torch.float64), NUMBERS["silu"], 0.0)
+    epilogue_gradient = (x.new_empty(10, dtype=torch.float64), NUMBERS["silu"], 0.0)
 
     def run():
         x, dy, residual = spoiled
-        following = (*through[1:], through[0])
+        epilogue = (*epilogue_gradient[1:], epilogue_gradient[0])
         message = ops.batch_norm_stats(x, mask=mask)
         output, mean, invstd, count = ops.batch_norm_forward(
-            x, None, None, None, None, None, 0.1, 1e-5, residual, *following, mask=mask
+            x, None, None, None, None, None, 0.1, 1e-5, residual, *epilogue, mask=mask
         )
         dtypes = (torch.float64, torch.float64)
         grads = ops.batch_norm_backward(
-            dy, x, mean, invstd, None, count, *dtypes, *through, mask=mask
+            dy, x, mean, invstd, None, count, *dtypes, *epilogue_gradient, mask=mask
         )
         *sums, dz = ops.batch_norm_backward_reduce_dz(
-            dy, x, mean, invstd, *dtypes, None, 0.0, *through, residual, None, mask=mask
+            dy, x, mean, invstd, *dtypes, None, 0.0, *epilogue_gradient, residual, None, mask=mask
         )
         return message, output, mean, invstd, count, *grads, *sums, dz
 
@@ -298,7 +299,7 @@ def test_devices_whose_operators_take_no_mask(monkeypatch, dtype, layout, ratio)
     with NoSynchronization():
         actuals = run()
     for actual, right in zip(actuals, expected, strict=True):
-        # Float sums of squares of values that are a few standard deviations from what fills them,
-        # 1e-6 of which the message's own rounding is 1.1e-16 * ratio²; then a rounding to dtype.
+        # 1e-6 of float sums of squares, of deviations from the fill values, and of the message's
+        # own rounding, 1.1e-16 * ratio²; then a rounding to dtype.
         eps = 2 * torch.finfo(actual.dtype).eps if actual.dim() > 1 else 0.0
         torch.testing.assert_close(actual, right, rtol=2e-6 + eps, atol=2e-6 * ratio + eps)

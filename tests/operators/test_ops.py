@@ -49,7 +49,7 @@ def test_results_require_no_gradient(name):
 @pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("name", OPS)
 def test_tensors_that_are_read_keep_sharing_their_memory(name):
-    """Those of torch's that make a copy of their own once they are written."""
+    """torch's copy-on-write tensors."""
     x = make_input((4, 3, 5), "contiguous", torch.float32)
     args = [torch._lazy_clone(a) if torch.is_tensor(a) else a for a in arguments(name, x)]
     operator(name)(*args)
@@ -113,13 +113,13 @@ BAD_ARGUMENTS = [
         "batch_norm_apply",
         4,
         lambda x: x[0, 0, :1].expand(4),
-        "running_mean to have a place for each",
+        "running_mean to have memory for each",
     ),
     (
         "batch_norm_apply",
         5,
         lambda x: x[0, 0, :1].expand(4),
-        "running_var to have a place for each",
+        "running_var to have memory for each",
     ),
     ("batch_norm_apply", 5, lambda x: None, "both of running_mean and running_var or neither"),
     ("batch_norm_apply", 6, lambda x: x[0, 0, 0], "num_batches_tracked to be one int64"),
@@ -141,7 +141,7 @@ BAD_ARGUMENTS = [
 @pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize("name", OPS)
 def test_tensor_without_memory_is_named(name):
-    """Its storage has been resized; reading it ends the process, or a CUDA context."""
+    """Its storage was resized; a read would end the process or a CUDA context."""
     for index, tensor in enumerate(arguments(name, X)):
         for num_bytes in (0, 1):
             if not isinstance(tensor, torch.Tensor):
@@ -163,7 +163,7 @@ def test_meta_tensor_among_others_is_an_error(name):
 
 @pytest.mark.parametrize("name", ["batch_norm_forward", "batch_norm_backward"])
 def test_joined_operator_names_itself(each_device, name):
-    """And not the operators that it is joined of."""
+    """And not one of the joined operators."""
     valid = arguments(name, X.to(each_device))
     for index in (i for i, a in enumerate(valid) if isinstance(a, torch.Tensor)):
         with pytest.raises(RuntimeError, match=f"^syncbn::{name}: expected "):

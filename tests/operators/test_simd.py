@@ -1,4 +1,4 @@
-"""One binary for every processor: the operators are right with each instruction set it has."""
+"""One binary for every processor: the operators are right with each of its instruction sets."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ LEVELS = ["DEFAULT", "AVX2", "AVX512"]
 
 
 def run_with(instruction_set, *command):
-    """Run Python where torch's own variable asks for no more than an instruction set."""
+    """Run Python with torch's own variable, which limits the instruction set."""
     return subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=TESTS,
@@ -32,14 +32,14 @@ def run_with(instruction_set, *command):
 
 
 def run_tests(level):
-    # No test that measures time, for the levels run beside each other.
+    # No test that measures time, because the levels run at once.
     options = ["-q", "-p", "no:cacheprovider", "-k", "not opcheck and not written_fast"]
     return run_with(level.lower(), "-m", "pytest", *options, *OPERATORS)
 
 
 @pytest.fixture(scope="module")
 def tests_with():
-    """The tests with each instruction set below the highest, beside each other.
+    """The tests with each instruction set below the highest, all at once.
 
     The highest is what all other tests run with.
     """
@@ -53,7 +53,7 @@ def test_operators_are_right_with_each_instruction_set(level, tests_with):
     highest = build_info["instruction_set"]
     if level not in tests_with:
         pytest.skip(f"this processor has {highest} at most, with which all other tests run")
-    code = "from syncbn._extension import build_info; print(build_info['instruction_set'])"
+    code = "from syncbn.ops._extension import build_info; print(build_info['instruction_set'])"
     assert run_with(level.lower(), "-c", code).stdout.split() == [level]
     tests = tests_with[level].result()
     assert tests.returncode == 0, tests.stdout
@@ -77,7 +77,7 @@ for dtype in (torch.float32, torch.float64):
 
 
 def test_ranks_with_different_processors_get_the_same_running_statistics():
-    """From the same totals; sums in different instructions go into the totals and do not matter."""
+    """From the same totals, which may differ with the instruction set."""
     highest = LEVELS.index(build_info["instruction_set"])
     if highest == 0:
         pytest.skip("this processor has the baseline alone")
@@ -87,7 +87,7 @@ def test_ranks_with_different_processors_get_the_same_running_statistics():
 
 
 def test_wider_vectors_are_not_slower():
-    """A compiler may copy vectors of one width through memory, piece by piece, as GCC 12 did."""
+    """A compiler may copy vectors of one width through memory in parts, as GCC 12 did."""
     highest = LEVELS.index(build_info["instruction_set"])
     if highest == 0:
         pytest.skip("this processor has the baseline alone")

@@ -1,4 +1,4 @@
-"""Outputs that no cache holds are written past the caches, and are those of small inputs."""
+"""Outputs larger than the caches bypass them, with the same results as small inputs."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.any_torch
 
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 
-# Planes that begin anywhere in a line of a cache, rows of whole packs, and rows of none.
+# Planes that begin anywhere in a cache line, rows of whole packs, and rows shorter than a pack.
 INPUTS = [
     ((48, 14, 14), "contiguous"),
     ((5, 57, 57), "contiguous"),
@@ -23,7 +23,7 @@ INPUTS = [
 
 
 def make_large(image, layout, dtype, seed=0):
-    """So many images that an input and an output do not fit the last cache, 17 of them different.
+    """Images that do not fit the last-level cache, as input and output; 17 are different.
 
     Caches of servers have hundreds of megabytes: to draw as many values would take minutes.
     """
@@ -34,7 +34,7 @@ def make_large(image, layout, dtype, seed=0):
 
 
 def in_parts(function, *inputs):
-    """The results for an eighth of the images at a time, which the last cache holds."""
+    """The results for an eighth of the images at a time, which the last-level cache holds."""
     parts = [x.split(x.size(0) // 8 + 1) for x in inputs]
     return torch.cat(list(map(function, *parts)))
 
@@ -56,7 +56,7 @@ def test_large_outputs_are_those_of_their_parts(image, layout, dtype):
     def backward(dy, x):
         return ops.batch_norm_backward_apply(dy, x, mean, invstd, None, sums, count)
 
-    # Memory that is handed out again shows what is not written.
+    # Reused memory shows values that are not written.
     torch.full_like(x, torch.nan)
     assert torch.equal(apply(x), in_parts(apply, x))
     torch.full_like(x, torch.nan)

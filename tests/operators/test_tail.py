@@ -1,4 +1,4 @@
-"""What ranks announce behind their sums, and what operators make of it."""
+"""The tail after the sums: operators write it and verify it."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_sound_sums_give_the_same_result(each_device, name):
     plain[RECEIVERS[name]] = args[RECEIVERS[name]][:end].clone()
     expected = one_or_first(operator(name)(*plain))
     assert torch.equal(one_or_first(operator(name)(*args, 2 * FINGERPRINT)), expected)
-    assert torch.equal(one_or_first(operator(name)(*args)), expected)  # not judged
+    assert torch.equal(one_or_first(operator(name)(*args)), expected)  # not verified
 
 
 @pytest.mark.parametrize("what", ["aborted", "different"])
@@ -77,7 +77,7 @@ def test_error_on_the_cpu_changes_nothing(name, what):
 
 
 @pytest.mark.parametrize("name", RECEIVERS)
-def test_sums_that_are_to_be_judged_must_have_a_tail(each_device, name):
+def test_sums_to_verify_must_have_a_tail(each_device, name):
     args = arguments(name, make_input((5, CHANNELS), "contiguous", torch.float32))
     with pytest.raises(RuntimeError, match=r"to have shape \[10\]"):
         operator(name)(*args, 2 * FINGERPRINT)

@@ -1,7 +1,7 @@
-"""The CUDA kernels on emulated threads, which ``tests/emulation/`` gives a host's program.
+"""The CUDA kernels on the emulated threads of ``tests/emulation/``.
 
-``build()`` takes the kernels' source, ``build_ptx()`` what nvcc makes of it. ``Device`` offers the
-operators with the signatures of ``syncbn.ops``, on CPU tensors.
+``build()`` compiles the kernels' source, ``build_ptx()`` nvcc's PTX. ``Device`` has the operators
+with the signatures of ``syncbn.ops``, on CPU tensors.
 """
 
 import ctypes
@@ -22,17 +22,17 @@ KERNELS = ROOT / "csrc" / "cuda" / "kernels"
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # nvcc knows unroll
 PLAIN = ["-O2"]
-# Two of these libraries in one process have variables of one name each.
+# Two of these libraries in one process have variables of the same names.
 OWN_VARIABLES = ["-fno-gnu-unique"]
 SANITIZED = ["-O1", "-fsanitize=address"]  # finds accesses outside of allocations
 
 ORDERS = ["forward", "reverse", "shuffled"]  # of blocks and threads
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # as in DType
-# The segment counts rows or slots, in which a channel has so many values.
+# The segment counts rows or vectors, each with `values` values of a channel.
 PLAN = ["matrix", "vector", "aligned", "block_x", "block_y", "tiles", "splits", "segment", "values"]
 MARGIN_BYTES = 64
 
-# Under AddressSanitizer the tests run one order on one device: they are there for the accesses.
+# AddressSanitizer only checks accesses: one order on one device is enough.
 IS_SANITIZED = "SYNCBN_SANITIZED" in os.environ
 MULTIPROCESSORS = [8] if IS_SANITIZED else [1, 8, 132]
 
@@ -44,7 +44,7 @@ def run(command: list[str | Path], environment: dict[str, str] | None = None) ->
 
 
 def compile_cxx(*arguments: str | Path, warnings: list[str] = WARNINGS) -> None:
-    # The sanitizer's run-time library is found where g++ has it.
+    # The tests preload g++'s run-time library of the sanitizer.
     compiler = "g++" if SANITIZED[-1] in arguments else os.environ.get("CXX", "c++")
     environment = {**os.environ, "LD_PRELOAD": ""}  # a sanitized compiler is five times slower
     run([compiler, "-std=c++17", "-fPIC", *warnings, *arguments], environment)
@@ -58,7 +58,7 @@ def in_parallel(function: Callable[..., None], *arguments: list[Path]) -> None:
 def build(folder: Path) -> ctypes.CDLL:
     """Compile the kernels and their bindings in ``folder`` and load them."""
     flags = SANITIZED if IS_SANITIZED else PLAIN + OWN_VARIABLES
-    # Kernels read the same memory as vectors and as values, which nvcc does not take amiss.
+    # Kernels read the same memory as vectors and as values, which nvcc permits.
     includes = ["-fno-strict-aliasing", f"-I{EMULATION}", f"-I{ROOT / 'csrc'}"]
     sources = [*sorted(KERNELS.glob("*.cu")), EMULATION / "bindings.cpp"]
     objects = [folder / f"{source.name}.o" for source in sources]
@@ -72,14 +72,14 @@ def build(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-# -O1: the translated kernels are 80,000 statements, and g++ takes half a minute for them as it is.
-# Integers wrap around as PTX's do, and nothing is fused that PTX does not fuse.
+# -O1: the translated kernels are 80,000 statements, half a minute for g++. Integers wrap around as
+# in PTX, and only PTX's own instructions are fused.
 PTX_FLAGS = ["-O1", "-fwrapv", "-ffp-contract=off", *OWN_VARIABLES]
 PTX_SUPPORT = [EMULATION / "ptx" / "registry.cpp", EMULATION / "ptx" / "cuda_runtime.cpp"]
 
 
 def build_ptx(folder: Path, nvcc: Path, architecture: str) -> ctypes.CDLL:
-    """Compile the kernels to PTX, that to C++, and load it behind the launchers of nvcc's."""
+    """Compile the kernels to PTX, the PTX to C++, and load it with nvcc's launch code."""
     sources = sorted(KERNELS.glob("*.cu"))
     translated = [folder / f"{source.stem}.ptx.cpp" for source in sources]
 
@@ -97,19 +97,19 @@ def build_ptx(folder: Path, nvcc: Path, architecture: str) -> ctypes.CDLL:
 
 
 def link_ptx(folder: Path, sources: list[Path], launchers: list[Path]) -> ctypes.CDLL:
-    """Compile translated PTX with what it needs to run, and load it."""
+    """Compile and load translated PTX and its run-time functions."""
     sources = [*sources, *PTX_SUPPORT]
     objects = [folder / f"{source.name}.o" for source in sources]
     includes = [f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}", f"-I{ROOT / 'csrc'}"]
 
     def compile_one(source: Path, target: Path) -> None:
-        # Translated code has more names than it uses.
+        # Translated code has unused names.
         warnings = [] if source.suffixes[0] == ".ptx" else WARNINGS
         compile_cxx(*PTX_FLAGS, *includes, "-c", source, "-o", target, warnings=warnings)
 
     in_parallel(compile_one, sources, objects)
     library = folder / "kernels.so"
-    # The CUDA runtime is ours also where torch has loaded another one.
+    # Our CUDA runtime takes precedence over one that torch has loaded.
     compile_cxx("-shared", "-Wl,-Bsymbolic", *objects, *launchers, "-o", library)
     return ctypes.CDLL(str(library))
 
@@ -137,7 +137,7 @@ class Tail(ctypes.Structure):
     )
 
 
-class Judge(ctypes.Structure):
+class Verifier(ctypes.Structure):
     _fields_ = (
         ("present", ctypes.c_bool),
         ("fingerprint_sum", ctypes.c_double),
@@ -149,7 +149,7 @@ class Activation(ctypes.Structure):
     _fields_ = (("kind", ctypes.c_int), ("negative_slope", ctypes.c_double))
 
 
-class Following(ctypes.Structure):
+class Epilogue(ctypes.Structure):
     _fields_ = (
         ("activation", Activation),
         ("residual", ctypes.c_void_p),
@@ -157,7 +157,7 @@ class Following(ctypes.Structure):
     )
 
 
-class Through(ctypes.Structure):
+class EpilogueGradient(ctypes.Structure):
     _fields_ = (
         ("activation", Activation),
         ("constants", ctypes.c_void_p),
@@ -171,8 +171,8 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def to_judge(fingerprint_sum: float | None, status: Tensor | None) -> Judge:
-    return Judge(fingerprint_sum is not None, fingerprint_sum or 0.0, pointer(status))
+def to_verifier(fingerprint_sum: float | None, status: Tensor | None) -> Verifier:
+    return Verifier(fingerprint_sum is not None, fingerprint_sum or 0.0, pointer(status))
 
 
 def channel_vector(tensor: Tensor | None) -> ChannelVector:
@@ -202,7 +202,7 @@ def assert_margins_untouched(*tensors: Tensor) -> None:
 
 
 class Device:
-    """A device of so many multiprocessors whose blocks and threads run in one of ``ORDERS``."""
+    """A device with a number of multiprocessors; blocks and threads run in one of ``ORDERS``."""
 
     def __init__(self, library: ctypes.CDLL, multiprocessors: int, order: str) -> None:
         self.library = library
@@ -232,7 +232,7 @@ class Device:
             raise RuntimeError(error.decode())
 
     def plan(self, *tensors: Tensor) -> dict[str, int]:
-        """Return how work on the tensors, all those of the input's shape, is split."""
+        """Return the plan for the tensors of the input's shape."""
         fields = (ctypes.c_int64 * len(PLAN))()
         three = (*tensors, *tensors, *tensors)[:3]
         self._run("plan", tensors[0], *three, fields)
@@ -281,10 +281,8 @@ class Device:
             mean,
             invstd,
             count,
-            to_judge(fingerprint_sum, status),
-            Following(
-                Activation(activation, negative_slope), pointer(residual), pointer(constants)
-            ),
+            to_verifier(fingerprint_sum, status),
+            Epilogue(Activation(activation, negative_slope), pointer(residual), pointer(constants)),
         )
         assert_margins_untouched(output, mean, invstd, count)
         return output, mean, invstd, count
@@ -303,9 +301,9 @@ class Device:
         activation: int = 0,
         negative_slope: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        through = Through(Activation(activation, negative_slope), pointer(constants))
+        epilogue = EpilogueGradient(Activation(activation, negative_slope), pointer(constants))
         operands = (grad_output, input, mean, invstd)
-        return self._reduce(operands, weight_dtype, bias_dtype, fingerprint, next_size, through)
+        return self._reduce(operands, weight_dtype, bias_dtype, fingerprint, next_size, epilogue)
 
     def batch_norm_backward_reduce_dz(
         self,
@@ -325,9 +323,9 @@ class Device:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dz = with_margins(input)
         tensors = map(pointer, (constants, residual, output, dz))
-        through = Through(Activation(activation, negative_slope), *tensors)
+        epilogue = EpilogueGradient(Activation(activation, negative_slope), *tensors)
         operands = (grad_output, input, mean, invstd)
-        results = self._reduce(operands, weight_dtype, bias_dtype, fingerprint, next_size, through)
+        results = self._reduce(operands, weight_dtype, bias_dtype, fingerprint, next_size, epilogue)
         assert_margins_untouched(dz)
         return *results, dz
 
@@ -338,7 +336,7 @@ class Device:
         bias_dtype: torch.dtype,
         fingerprint: float | None,
         next_size: float,
-        through: Through,
+        epilogue: EpilogueGradient,
     ) -> tuple[Tensor, Tensor, Tensor]:
         _, input, mean, _ = operands
         channels = input.size(1)
@@ -347,7 +345,7 @@ class Device:
         gradients = map(channel_vector, (grad_weight, grad_bias))
         tail = Tail(fingerprint is not None, fingerprint or 0.0, next_size)
         name = "batch_norm_backward_reduce"
-        self._run(name, input, *operands, sums, *gradients, tail, through)
+        self._run(name, input, *operands, sums, *gradients, tail, epilogue)
         assert_margins_untouched(sums, grad_weight, grad_bias)
         return sums, grad_weight, grad_bias
 
@@ -369,9 +367,9 @@ class Device:
         grad_input = with_margins(input)
         vector = channel_vector(weight)
         tensors = (grad_output, input, mean, invstd, vector, sums, count, grad_input)
-        judge = to_judge(fingerprint_sum, status)
-        through = Through(Activation(activation, negative_slope), pointer(constants))
-        self._run("batch_norm_backward_apply", input, *tensors, judge, through)
+        verifier = to_verifier(fingerprint_sum, status)
+        epilogue = EpilogueGradient(Activation(activation, negative_slope), pointer(constants))
+        self._run("batch_norm_backward_apply", input, *tensors, verifier, epilogue)
         assert_margins_untouched(grad_input)
         return grad_input
 

@@ -29,8 +29,7 @@ NOT_RUN = {
     "tests/layer/test_hidden.py": "runs what runs here",
     "tests/ranks/test_plain_ranks.py": "has devices of its own",
     "tests/operators/test_activations.py::test_arguments_that_do_not_fit": "the layer checks",
-    "tests/operators/test_tail.py::test_sums_that_are_to_be_judged_must_have_a_tail"
-    "": "the layer checks",
+    "tests/operators/test_tail.py::test_sums_to_verify_must_have_a_tail": "the layer checks",
 }
 
 _libraries: list[torch.library.Library] = []

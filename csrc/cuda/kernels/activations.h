@@ -1,6 +1,5 @@
-// The activations that kernels are instantiated for. Those of common/activations.h that are linear
-// on either side of zero are one here, told apart by a flag: fewer kernels, and memory is slower
-// than their few more instructions.
+// The activations that kernels are instantiated for. Activations that are linear on each side of
+// zero are one type with a flag: fewer kernels. Memory is slower than the few more instructions.
 #pragma once
 
 #include "../../common/activations.h"
@@ -8,15 +7,16 @@
 
 namespace syncbn::cuda {
 
-// ReLU, leaky ReLU, and with a slope of 1 no activation at all.
+// ReLU, leaky ReLU and, with a slope of 1, the identity.
 template <typename A>
 struct PiecewiseLinear {
   static constexpr bool kIsLong = false;
 
   A largest_zero;
   A negative_slope;
-  // fmax returns its other argument where one is NaN. With -infinity a NaN takes the slope, as
-  // leaky ReLU has it; with NaN it stays NaN, which lets the gradient through, as ReLU has it.
+  // gradient() replaces z by fmax(z, least), which is `least` if z is NaN. With -infinity the
+  // gradient at NaN is dy times the slope, as in torch's leaky ReLU; with NaN it is dy, as in
+  // torch's ReLU.
   A least;
   bool is_relu;
 
@@ -38,7 +38,7 @@ PiecewiseLinear<A> make_piecewise_linear(const ActivationChoice& choice, DType d
           static_cast<A>(is_relu ? NAN : -INFINITY), is_relu};
 }
 
-// Calls function(activation of values of type A) with the activation for tensors of the dtype.
+// Calls function(activation): the activation computes in A, for tensors of the dtype.
 template <typename A, typename Function>
 void dispatch_activation(const ActivationChoice& choice, DType dtype, const Function& function) {
   if (choice.kind == Activation::kSilu) {
@@ -48,10 +48,10 @@ void dispatch_activation(const ActivationChoice& choice, DType dtype, const Func
   }
 }
 
-// Steps that a thread has in flight, each with a load of every input, where so many loads are
-// wanted. Exponentials of float64 are so many instructions that two steps are enough, and unrolled
-// they would be half of the library. Others and float64 need registers: with all loads sm_100 and
-// sm_120 spill where they are built from PTX of their own.
+// A thread should have `loads` loads in flight. Returns its number of steps in flight; a step loads
+// every input once. An exponential in float64 has so many instructions that two steps are enough;
+// unrolled further, such kernels would be half of the library. Other exponentials and float64 need
+// registers: with all loads, sm_100 and sm_120 spill if they are built from their own PTX.
 template <typename Formula, typename A>
 __device__ constexpr int steps_in_flight(int loads) {
   constexpr bool kInDouble = sizeof(A) == sizeof(double);

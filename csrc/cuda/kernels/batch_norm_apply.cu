@@ -1,14 +1,12 @@
-// batch_norm_apply on CUDA. Reads the input (and the residual) and writes the output once.
-//
-// The first block of each tile of channels also writes mean and invstd and moves the running
-// statistics.
+// batch_norm_apply on CUDA: reads input and residual and writes the output, each once. The first
+// block of each tile of channels also writes the statistics and updates the running statistics.
 
 #include "../../common/formulas.h"
 #include "../../common/message.h"
 #include "../../common/running.h"
 #include "channel_vector.h"
 #include "elementwise.h"
-#include "operators.h"
+#include "launchers.h"
 
 namespace syncbn::cuda {
 namespace {
@@ -63,8 +61,8 @@ struct PrepareNormalize {
   __device__ Derived derive(const Operands& operands) const {
     Derived derived;
     derived.status = verify_sums(operands.count, operands.fingerprint_sum, verifier.expectation);
-    const bool sound = derived.status == Status::kConsistent;
-    derived.batch = from_sums(operands.sums, sound ? operands.count : NAN);
+    const bool consistent = derived.status == Status::kConsistent;
+    derived.batch = from_sums(operands.sums, consistent ? operands.count : NAN);
     derived.invstd = 1 / sqrt(derived.batch.variance() + eps);
     return derived;
   }
@@ -90,7 +88,7 @@ struct PrepareNormalize {
       *count = batch.count;
       verifier.write(derived.status);
     }
-    if (batch.count > 0) {  // neither an empty group nor a pass that is not sound
+    if (batch.count > 0) {  // false for an empty group (0) and for an inconsistent pass (NaN)
       move_running(operands, channel, batch);
     }
   }
@@ -98,7 +96,7 @@ struct PrepareNormalize {
  private:
   __device__ void move_running(const Operands& operands, int64_t channel,
                                const Moments<double>& batch) const {
-    // A cumulative average needs the new counter in all blocks: another kernel has counted.
+    // A cumulative average needs the new number in all blocks: count_batch_kernel has counted.
     double factor = running.momentum;
     if (running.cumulative) {
       factor = 1 / static_cast<double>(operands.num_batches_tracked);
@@ -125,7 +123,7 @@ struct WithNormalize {
   template <typename A, typename Function>
   void operator()(TypeTag<A>, const Function& function) const {
     dispatch_activation<A>(choice, dtype, [&](auto activation) {
-      using Then = NormalizeThen<decltype(activation), kWithResidual>;
+      using Then = NormalizeWithEpilogue<decltype(activation), kWithResidual>;
       function(typename Then::template Formula<A>{{}, {}, {}, activation});
     });
   }
@@ -133,8 +131,8 @@ struct WithNormalize {
 
 __global__ void count_batch_kernel(const double* totals, int64_t channels, Expectation expectation,
                                    int64_t* num_batches_tracked) {
-  const bool sound = read_status(totals, channels, expectation) == Status::kConsistent;
-  if (sound && totals[2 * channels] > 0) {
+  const bool consistent = read_status(totals, channels, expectation) == Status::kConsistent;
+  if (consistent && totals[2 * channels] > 0) {
     *num_batches_tracked += 1;
   }
 }
@@ -145,25 +143,25 @@ void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
                              const double* totals, Verifier verifier, ChannelVector weight,
                              ChannelVector bias, RunningStatistics running, double eps,
                              void* output, double* mean, double* invstd, double* count,
-                             Following following) {
+                             Epilogue epilogue) {
   const int64_t channels = plan.geometry.channels;
   if (running.cumulative) {
     launch(count_batch_kernel, dim3(1), dim3(1), 0, static_cast<cudaStream_t>(stream), totals,
            channels, verifier.expectation, running.num_batches_tracked);
   }
   const PrepareNormalize prepare{
-      totals, verifier, channels,           weight, bias, running, eps, mean,
-      invstd, count,    following.constants};
-  if (following.activation.kind == Activation::kNone && following.residual == nullptr) {
+      totals, verifier, channels,          weight, bias, running, eps, mean,
+      invstd, count,    epilogue.constants};
+  if (epilogue.activation.kind == Activation::kNone && epilogue.residual == nullptr) {
     launch_elementwise(plan, stream, {input}, output, prepare, [](auto type, const auto& function) {
       function(Normalize<typename decltype(type)::type>{});
     });
-  } else if (following.residual != nullptr) {
-    launch_elementwise(plan, stream, {input, following.residual}, output, prepare,
-                       WithNormalize<true>{following.activation, plan.dtype});
+  } else if (epilogue.residual != nullptr) {
+    launch_elementwise(plan, stream, {input, epilogue.residual}, output, prepare,
+                       WithNormalize<true>{epilogue.activation, plan.dtype});
   } else {
     launch_elementwise(plan, stream, {input}, output, prepare,
-                       WithNormalize<false>{following.activation, plan.dtype});
+                       WithNormalize<false>{epilogue.activation, plan.dtype});
   }
 }
 

@@ -1,15 +1,14 @@
-// batch_norm_backward_apply on CUDA. Reads dy and x and writes dx once.
+// batch_norm_backward_apply on CUDA: reads dy and x and writes dx, each once.
 
 #include "../../common/formulas.h"
 #include "channel_vector.h"
 #include "elementwise.h"
-#include "operators.h"
+#include "launchers.h"
 
 namespace syncbn::cuda {
 namespace {
 
-// With an activation, kThrough, also the shift of forward.
-template <bool kThrough>
+template <bool kWithActivation>
 struct PrepareGradInput {
   const double* mean;
   const double* invstd;
@@ -44,7 +43,7 @@ struct PrepareGradInput {
       operands.aborted = sums[2 * channels];
       operands.fingerprint_sum = sums[2 * channels + 1];
     }
-    if (kThrough) {
+    if (kWithActivation) {
       operands.forward_shift = constants[channels + channel];
     }
     return operands;
@@ -65,8 +64,8 @@ struct PrepareGradInput {
     const GradInput<double> grad_input = grad_input_constants(
         operands.mean, static_cast<A>(operands.mean), operands.invstd,
         decode(weight, operands.weight, 1), operands.sum_dy, operands.sum_dy_xhat, group_count);
-    if constexpr (kThrough) {
-      return GradInputThrough<NoActivation>::Formula<double>{
+    if constexpr (kWithActivation) {
+      return GradInputWithEpilogue<NoActivation>::Formula<double>{
           grad_input, operands.forward_shift, {}};
     } else {
       return grad_input;
@@ -86,9 +85,10 @@ struct PrepareGradInput {
 void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void* grad_output,
                                       const void* input, const double* mean, const double* invstd,
                                       ChannelVector weight, const double* sums, Verifier verifier,
-                                      const double* count, void* grad_input, Through through) {
+                                      const double* count, void* grad_input,
+                                      EpilogueGradient epilogue) {
   const int64_t channels = plan.geometry.channels;
-  if (through.activation.kind == Activation::kNone) {
+  if (epilogue.activation.kind == Activation::kNone) {
     launch_elementwise(
         plan, stream, {grad_output, input}, grad_input,
         PrepareGradInput<false>{mean, invstd, weight, sums, verifier, count, channels, nullptr},
@@ -97,16 +97,17 @@ void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void
         });
     return;
   }
-  launch_elementwise(plan, stream, {grad_output, input}, grad_input,
-                     PrepareGradInput<true>{mean, invstd, weight, sums, verifier, count, channels,
-                                            through.constants},
-                     [&](auto type, const auto& function) {
-                       using A = typename decltype(type)::type;
-                       dispatch_activation<A>(through.activation, plan.dtype, [&](auto activation) {
-                         using Through = GradInputThrough<decltype(activation)>;
-                         function(typename Through::template Formula<A>{{}, {}, activation});
-                       });
-                     });
+  launch_elementwise(
+      plan, stream, {grad_output, input}, grad_input,
+      PrepareGradInput<true>{mean, invstd, weight, sums, verifier, count, channels,
+                             epilogue.constants},
+      [&](auto type, const auto& function) {
+        using A = typename decltype(type)::type;
+        dispatch_activation<A>(epilogue.activation, plan.dtype, [&](auto activation) {
+          using EpilogueGradient = GradInputWithEpilogue<decltype(activation)>;
+          function(typename EpilogueGradient::template Formula<A>{{}, {}, activation});
+        });
+      });
 }
 
 }  // namespace syncbn::cuda

@@ -1,9 +1,9 @@
-// batch_norm_backward_reduce on CUDA. Reads dy and x once and, where a residual was added before an
-// activation, that or the output, and writes the residual's gradient.
+// batch_norm_backward_reduce on CUDA: reads dy and x once. If a residual was added before an
+// activation, it also reads the residual or the output, and writes the residual's gradient.
 //
-// Threads add up dz, which is dy or its product with the derivative of the activation, and
-// dz * (x - center) in float32, for float64 inputs in float64, with center the mean rounded to that
-// type; blocks are added up in float64, where the rest of the mean is taken into account:
+// dz is dy or its product with the activation's derivative. Threads add up dz and
+// dz * (x - center) in float32 (float64 inputs: in float64); center is the mean rounded to that
+// type. Blocks are added up in float64, and the rest of the mean is taken into account:
 // sum(dz * xhat) = (sum(dz * (x - center)) - (mean - center) * sum(dz)) * invstd.
 
 #include "../../common/terms.h"
@@ -11,8 +11,8 @@
 #include "channel_vector.h"
 #include "device.h"
 #include "dispatch.h"
+#include "launchers.h"
 #include "matrix.h"
-#include "operators.h"
 #include "planar.h"
 #include "reduction.h"
 #include "tensors.h"
@@ -37,7 +37,7 @@ struct GradSums {
 struct GradOutputs {
   const double* mean;
   const double* invstd;
-  const double* constants;  // [2C]: scale and shift of forward, for an activation
+  const double* constants;  // [2C]: scale and shift of the forward pass, with an activation
   double* sums;
   Tail tail;
   ChannelVector grad_weight;
@@ -64,8 +64,7 @@ __device__ void finish_sums(Memory& memory, int64_t channels, int64_t tile_chann
                    });
 }
 
-// The constants of a channel as they lie in memory, which a thread need not wait for until it takes
-// the formula.
+// The constants of a channel, loaded but not converted: a thread waits for them in get().
 template <typename Formula>
 struct LoadedConstants {
   double values[Formula::kConstants] = {};
@@ -107,7 +106,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
       if (row + k * step < rows) {
 #pragma unroll
         for (int i = 0; i < kInputs; ++i) {
-          // Where the weights are stored, the pass after this one reads them in place of dy.
+          // If the weights are stored, the next pass reads them in place of dy.
           const T* const from = tensors.input[i] + next;
           values[i][k] = Formula::kStores && i != 1 ? load<kVector, Reuse::kNever>(from)
                                                     : load<kVector, Reuse::kSoon>(from);
@@ -116,7 +115,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
       next += stride;
     }
   };
-  // The constants are waited for behind the first rows.
+  // Threads wait for the constants after they have issued the loads of the first rows.
   LoadedConstants<Formula> loaded[kVector];
   matrix.for_each_column<kVector>([&](int v, int channel) {
     if (rows > 0) {
@@ -180,46 +179,47 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   auto& memory = shared_memory<ReductionMemory<A, State>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int slots = channel < planar.channels ? planar.num_slots() : 0;
+  const int vectors = channel < planar.channels ? planar.num_vectors() : 0;
   const int step = blockDim.x;
   int at = threadIdx.x;
   Vector<T, kVector> values[kInputs][kSteps];
-  Slot slot[kSteps];
-  SlotWalk<kVector, kAligned, Direction::kUp> walk(planar, channel, planar.first_slot() + at);
-  const auto load_slots = [&]() {
+  AlignedVector vector[kSteps];
+  VectorWalk<kVector, kAligned, Direction::kUp> walk(planar, channel, planar.first_vector() + at);
+  const auto load_vectors = [&]() {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      slot[k] = {};
-      if (at + k * step < slots) {
-        slot[k] = walk.get();
+      vector[k] = {};
+      if (at + k * step < vectors) {
+        vector[k] = walk.get();
 #pragma unroll
         for (int i = 0; i < kInputs; ++i) {
           const T* const from = tensors.input[i];
-          values[i][k] = Formula::kStores && i != 1
-                             ? load_slot<kVector, kAligned, Reuse::kNever>(planar, from, slot[k])
-                             : load_slot<kVector, kAligned, Reuse::kSoon>(planar, from, slot[k]);
+          values[i][k] =
+              Formula::kStores && i != 1
+                  ? load_vector<kVector, kAligned, Reuse::kNever>(planar, from, vector[k])
+                  : load_vector<kVector, kAligned, Reuse::kSoon>(planar, from, vector[k]);
         }
         walk.advance();
       }
     }
   };
-  // The constants are waited for behind the first slots.
+  // Threads wait for the constants after they have issued the loads of the first vectors.
   LoadedConstants<Formula> loaded;
-  if (slots > 0) {
+  if (vectors > 0) {
     loaded.load(out, planar.channels, channel);
   }
-  load_slots();
+  load_vectors();
   const Formula of_channel = loaded.template get<A>(formula);
 
   State state;
-  while (at < slots) {
+  while (at < vectors) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       State chunk;
       Vector<T, kVector> stored{};
 #pragma unroll
       for (int v = 0; v < kVector; ++v) {
-        if (slot[k].template has<kAligned>(v)) {
+        if (vector[k].template has<kAligned>(v)) {
           A in[kInputs];
 #pragma unroll
           for (int i = 0; i < kInputs; ++i) {
@@ -235,13 +235,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
       }
       state.merge(chunk);
       if constexpr (Formula::kStores) {
-        if (at + k * step < slots) {
-          store_slot<kVector, kAligned>(tensors.output, slot[k], stored);
+        if (at + k * step < vectors) {
+          store_vector<kVector, kAligned>(tensors.output, vector[k], stored);
         }
       }
     }
     at += kSteps * step;
-    load_slots();
+    load_vectors();
   }
 
   merge_members(memory, state, threadIdx.x, blockDim.x, threadIdx.y, blockDim.y);
@@ -286,38 +286,38 @@ void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const voi
                                        const void* input, const double* mean, const double* invstd,
                                        double* sums, Tail tail, ChannelVector grad_weight,
                                        ChannelVector grad_bias, Workspace workspace,
-                                       Through through) {
-  const GradOutputs out{mean, invstd,      through.constants, sums,
-                        tail, grad_weight, grad_bias,         workspace};
-  if (through.activation.kind == Activation::kNone) {
+                                       EpilogueGradient epilogue) {
+  const GradOutputs out{mean, invstd,      epilogue.constants, sums,
+                        tail, grad_weight, grad_bias,          workspace};
+  if (epilogue.activation.kind == Activation::kNone) {
     launch_reduction(plan, stream, {grad_output, input}, nullptr, out,
                      [](auto type, const auto& function) {
                        function(GradTerms<typename decltype(type)::type>{});
                      });
-  } else if (through.residual != nullptr) {  // SiLU's
-    launch_reduction(plan, stream, {grad_output, input, through.residual}, through.dz, out,
+  } else if (epilogue.residual != nullptr) {  // SiLU
+    launch_reduction(plan, stream, {grad_output, input, epilogue.residual}, epilogue.dz, out,
                      [](auto type, const auto& function) {
                        using A = typename decltype(type)::type;
-                       function(typename GradTermsThrough<Silu, true>::template Formula<A>{});
+                       function(typename GradTermsWithEpilogue<Silu, true>::template Formula<A>{});
                      });
-  } else if (through.output != nullptr) {  // that of the others
-    launch_reduction(plan, stream, {grad_output, input, through.output}, through.dz, out,
+  } else if (epilogue.output != nullptr) {  // ReLU and leaky ReLU
+    launch_reduction(plan, stream, {grad_output, input, epilogue.output}, epilogue.dz, out,
                      [&](auto type, const auto& function) {
                        using A = typename decltype(type)::type;
                        const auto activation =
-                           make_piecewise_linear<A>(through.activation, plan.dtype);
-                       using Terms = GradTermsBehind<PiecewiseLinear<A>>;
+                           make_piecewise_linear<A>(epilogue.activation, plan.dtype);
+                       using Terms = GradTermsFromOutput<PiecewiseLinear<A>>;
                        function(typename Terms::template Formula<A>{{}, activation});
                      });
   } else {
-    launch_reduction(plan, stream, {grad_output, input}, nullptr, out,
-                     [&](auto type, const auto& function) {
-                       using A = typename decltype(type)::type;
-                       dispatch_activation<A>(through.activation, plan.dtype, [&](auto activation) {
-                         using Terms = GradTermsThrough<decltype(activation), false>;
-                         function(typename Terms::template Formula<A>{{}, {}, {}, activation});
-                       });
-                     });
+    launch_reduction(
+        plan, stream, {grad_output, input}, nullptr, out, [&](auto type, const auto& function) {
+          using A = typename decltype(type)::type;
+          dispatch_activation<A>(epilogue.activation, plan.dtype, [&](auto activation) {
+            using Terms = GradTermsWithEpilogue<decltype(activation), false>;
+            function(typename Terms::template Formula<A>{{}, {}, {}, activation});
+          });
+        });
   }
 }
 

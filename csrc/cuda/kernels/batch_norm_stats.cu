@@ -1,20 +1,21 @@
-// batch_norm_stats on CUDA. Reads the input once.
+// batch_norm_stats on CUDA: reads the input once.
 //
-// A thread takes chunks of 8 or 16 vectors into registers and goes over them twice, for the
-// mean and for the squared deviations from it: as robust as Welford's method, without a division
-// for each value. Chunks, then threads, are merged exactly (csrc/common/moments.h has the formula)
-// in float; then the columns of a channel, where it has several, and blocks are added up in
-// float64. Floats do not hold the mean of values far from zero: all threads of a channel or column
-// subtract the same of its values, the pivot, first; and before they are merged, the mean that the
-// first of them has found, so that what is rounded then is small. Values that were 16 bits wide
-// need neither, for their own rounding is coarser.
+// A thread loads chunks of 8 or 16 vectors into registers and computes from each its mean, then its
+// squared deviations from the mean: as robust as Welford's method, without a division for each
+// value. Chunks, then threads, are merged exactly in float (csrc/common/moments.h has the formula);
+// the columns of a channel, if there are several, and blocks are added up in float64.
+//
+// Floats cannot hold the mean of values far from zero. So all threads of a channel or column first
+// subtract one of its values, the pivot; and before the merge they subtract the mean of the first
+// thread, so that the merge rounds only small numbers. Values of 16 bits need neither: their own
+// rounding is coarser.
 
 #include "../../common/message.h"
 #include "../../common/moments.h"
 #include "device.h"
 #include "dispatch.h"
+#include "launchers.h"
 #include "matrix.h"
-#include "operators.h"
 #include "planar.h"
 #include "reduction.h"
 
@@ -45,14 +46,14 @@ struct ChannelMoments {
 template <typename T>
 constexpr bool kPivoted = std::is_same_v<T, compute_t<T>>;
 
-// Merges the moments of the threads of each group into those of its member 0, and adds to `pivot`
-// what they were relative to. All threads of the block call it.
+// Merges the moments of the threads of each group into the moments of its member 0, and adds to
+// `pivot` the mean that it subtracts from them. All threads of the block call it.
 template <bool kPivot, typename Memory, typename A, int kChannels>
 __device__ void merge_moments(Memory& memory, ChannelMoments<A, kChannels>& state,
                               double (&pivot)[kChannels], int member, int members, int group,
                               int groups) {
   if constexpr (kPivot) {
-    // merge_members() does not write here: it writes what members other than 0 have.
+    // merge_members() does not write here: it writes the states of the other members.
     if (member == 0) {
 #pragma unroll
       for (int c = 0; c < kChannels; ++c) {
@@ -72,7 +73,7 @@ __device__ void merge_moments(Memory& memory, ChannelMoments<A, kChannels>& stat
   merge_members(memory, state, member, members, group, groups);
 }
 
-// Writes a block's moments of one term as the two sums of the message.
+// Writes the moments of one of the block's terms as two sums of the message.
 template <typename Memory, typename A>
 __device__ void put_sums(Memory& memory, int term, double pivot, A count, A mean, A m2) {
   const Sums sums = to_sums(
@@ -100,7 +101,7 @@ __device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_ch
                    });
 }
 
-// Almost all chunks are full and need no test for each vector.
+// A full chunk, as almost all are, needs no test for each vector.
 enum class Chunk { kFull, kPartial };
 
 // Merges the first `count` rows of a chunk of a matrix into `state`.
@@ -137,11 +138,12 @@ __device__ __forceinline__ void consume_rows(ChannelMoments<A, kVector>& state,
   state.merge(chunk);
 }
 
-// Merges a chunk of a planar tensor into `state`; its slots hold `count` values of the channel.
+// Merges a chunk of a planar tensor into `state`; its vectors hold `count` values of the channel.
 template <Chunk kChunk, bool kAligned, typename T, int kVector, typename A>
-__device__ __forceinline__ void consume_slots(ChannelMoments<A, 1>& state,
-                                              const Vector<T, kVector> (&values)[kUnroll],
-                                              const Slot (&slot)[kUnroll], int count, A pivot) {
+__device__ __forceinline__ void consume_vectors(ChannelMoments<A, 1>& state,
+                                                const Vector<T, kVector> (&values)[kUnroll],
+                                                const AlignedVector (&vector)[kUnroll], int count,
+                                                A pivot) {
   ChannelMoments<A, 1> chunk;
   chunk.count = count;
 #pragma unroll
@@ -149,7 +151,7 @@ __device__ __forceinline__ void consume_slots(ChannelMoments<A, 1>& state,
     A sum = 0;
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      if (kChunk == Chunk::kFull || slot[k].template has<kAligned>(v)) {
+      if (kChunk == Chunk::kFull || vector[k].template has<kAligned>(v)) {
         sum += values[k][v] - pivot;
       }
     }
@@ -161,7 +163,7 @@ __device__ __forceinline__ void consume_slots(ChannelMoments<A, 1>& state,
     A m2 = 0;
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
-      if (kChunk == Chunk::kFull || slot[k].template has<kAligned>(v)) {
+      if (kChunk == Chunk::kFull || vector[k].template has<kAligned>(v)) {
         const A deviation = values[k][v] - pivot - chunk.mean[0];
         m2 += deviation * deviation;
       }
@@ -238,27 +240,27 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   auto& memory = shared_memory<ReductionMemory<A, State>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int slots = channel < planar.channels ? planar.num_slots() : 0;
+  const int vectors = channel < planar.channels ? planar.num_vectors() : 0;
   A pivot = 0;
-  if (kPivoted<T> && slots > 0) {
+  if (kPivoted<T> && vectors > 0) {
     pivot = to_compute(input[planar.first_plane() + channel * planar.inner]);
   }
 
   State state;
   const int step = blockDim.x;
-  SlotWalk<kVector, kAligned, Direction::kUp> walk(planar, channel,
-                                                   planar.first_slot() + threadIdx.x);
-  for (int at = threadIdx.x; at < slots; at += kUnroll * step) {
+  VectorWalk<kVector, kAligned, Direction::kUp> walk(planar, channel,
+                                                     planar.first_vector() + threadIdx.x);
+  for (int at = threadIdx.x; at < vectors; at += kUnroll * step) {
     Vector<T, kVector> values[kUnroll];
-    Slot slot[kUnroll];
+    AlignedVector vector[kUnroll];
     int count = 0;
 #pragma unroll
     for (int k = 0; k < kUnroll; ++k) {
-      slot[k] = {};
-      if (at + k * step < slots) {
-        slot[k] = walk.get();
-        values[k] = load_slot<kVector, kAligned, Reuse::kSoon>(planar, input, slot[k]);
-        count += __popc(slot[k].mask);
+      vector[k] = {};
+      if (at + k * step < vectors) {
+        vector[k] = walk.get();
+        values[k] = load_vector<kVector, kAligned, Reuse::kSoon>(planar, input, vector[k]);
+        count += __popc(vector[k].mask);
         walk.advance();
       }
     }
@@ -266,9 +268,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
       continue;
     }
     if (kAligned && count == kUnroll * kVector) {
-      consume_slots<Chunk::kFull, kAligned>(state, values, slot, count, pivot);
+      consume_vectors<Chunk::kFull, kAligned>(state, values, vector, count, pivot);
     } else {
-      consume_slots<Chunk::kPartial, kAligned>(state, values, slot, count, pivot);
+      consume_vectors<Chunk::kPartial, kAligned>(state, values, vector, count, pivot);
     }
   }
 

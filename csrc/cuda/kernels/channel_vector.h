@@ -1,15 +1,15 @@
-// Weights, biases and running statistics, whose dtype and stride are known at run time only: they
-// are touched once for each channel and block.
+// Access to weights, biases and running statistics. Their dtypes and strides are run-time values,
+// because each block accesses a channel only once.
 #pragma once
 
 #include <cstring>
 
 #include "device.h"
-#include "operators.h"
+#include "launchers.h"
 
 namespace syncbn::cuda {
 
-// The bits of a value, which a thread need not wait for until it decodes them.
+// Loads the bits of a value; a thread waits for them in decode().
 __device__ inline uint64_t load_bits(const ChannelVector& vector, int64_t channel) {
   if (vector.data == nullptr) {
     return 0;
@@ -50,7 +50,7 @@ __device__ inline double decode(const ChannelVector& vector, uint64_t bits, doub
   }
 }
 
-// Rounds to float first for the 16-bit types.
+// Values of the 16-bit types are rounded to float first.
 __device__ inline void store_channel(const ChannelVector& vector, int64_t channel, double value) {
   const int64_t i = channel * vector.stride;
   switch (vector.dtype) {

@@ -1,7 +1,5 @@
-// CUDA as the kernels use it: nvcc's, or threads as fibers of a host compiler's program.
-//
-// The emulation (tests/emulation) offers what is used of CUDA, launch() and shared_memory() by the
-// same names, so that the tests run these very kernels on a machine without a GPU.
+// CUDA for the kernels: nvcc's, or the emulation of tests/emulation, which compiles the same
+// kernels with a host compiler and runs CUDA threads as fibers.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -13,12 +11,12 @@
 #include <stdexcept>
 #include <string>
 
-// The emulation checks here that an access is aligned; hardware does so by itself.
+// For the emulation, which checks the alignment; hardware checks it by itself.
 #define SYNCBN_CHECK_ACCESS(pointer, num_bytes)
 
 namespace syncbn::cuda {
 
-// The block's dynamic shared memory; there is no other.
+// The block's dynamic shared memory. Kernels have no static shared memory.
 template <typename T>
 __device__ T& shared_memory() {
   extern __shared__ __align__(16) unsigned char bytes[];
@@ -53,7 +51,6 @@ void launch(void (*kernel)(Params...), dim3 grid, dim3 block, size_t num_shared_
 
 namespace syncbn::cuda {
 
-// The number of this thread in its block.
 __device__ __forceinline__ int thread_index() { return threadIdx.y * blockDim.x + threadIdx.x; }
 
 }  // namespace syncbn::cuda

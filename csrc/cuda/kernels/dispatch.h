@@ -1,4 +1,4 @@
-// The instantiation of a kernel that a plan asks for.
+// From a plan to the instantiation of a kernel.
 #pragma once
 
 #include "device.h"

@@ -1,14 +1,14 @@
-// Element-wise kernels, which compute each value from those at the same position of some tensors by
-// a Formula of common/formulas.h. Each tensor is read or written once.
+// Element-wise kernels: a Formula of common/formulas.h computes each output value from the inputs'
+// values at the same index. Each tensor is read or written once.
 //
-// Each channel of a block is prepared by one of its threads: prepare.load(channel, first) issues
-// all loads, derive(operands) waits for them, formula<A>(operands, derived) returns the constants,
-// and behind the barrier finish<A>(operands, derived, channel) writes results of the channel, in
-// the first of the blocks that have it. The kernel is given the formula without constants.
+// One thread prepares each channel of a block: prepare.load(channel, first) issues all loads,
+// derive(operands) waits for them, formula<A>(operands, derived) returns the constants. After the
+// barrier finish<A>(operands, derived, channel) writes the channel's results, in the first of the
+// channel's blocks. The kernel's argument is the formula without constants.
 //
-// A block goes downwards through its segment, whose end the reduction before it has read last: what
-// is still in the L2 cache comes first. Its first loads are on their way while it prepares, but
-// behind those of the operands.
+// A block reads its segment backwards: the previous reduction has read the segment's end last, so
+// the L2 cache may still hold it. The first loads are issued before the constants are computed, but
+// after the loads of the operands.
 #pragma once
 
 #include "activations.h"
@@ -20,13 +20,13 @@
 
 namespace syncbn::cuda {
 
-// The constants of a block's channels in shared memory: those that threads read at once are
+// The constants of a block's channels in shared memory. Constants that threads read at once are
 // neighbors.
 template <typename Formula, typename A>
 struct ConstantsMemory {
   A constants[Formula::kConstants][kMaxThreads];
 
-  // A formula of doubles, whose activation does not matter.
+  // `formula` is of doubles; its activation is not used.
   template <typename Constants>
   __device__ __forceinline__ void put(int channel, const Constants& formula) {
     static_assert(Constants::kConstants == Formula::kConstants);
@@ -40,8 +40,8 @@ struct ConstantsMemory {
   }
 };
 
-// Puts the constants of a channel, number `index` of the block's, in the thread that prepares it,
-// behind the first loads of values of all threads. All threads of the block call it.
+// Writes the constants of `channel`, the block's channel number `index`, if the thread `prepares`
+// it; all threads issue their first loads before. All threads of the block call it.
 template <typename A, typename Memory, typename Prepare, typename Load>
 __device__ __forceinline__ void prepare_channel(Memory& memory, const Prepare& prepare,
                                                 bool prepares, int index, int64_t channel,
@@ -135,30 +135,30 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int slots = channel < planar.channels ? planar.num_slots() : 0;
+  const int vectors = channel < planar.channels ? planar.num_vectors() : 0;
   const int step = blockDim.x;
-  int at = slots - 1 - static_cast<int>(threadIdx.x);
-  Slot slot[kSteps];
+  int at = vectors - 1 - static_cast<int>(threadIdx.x);
+  AlignedVector vector[kSteps];
   Vector<T, kVector> values[kInputs][kSteps];
-  SlotWalk<kVector, kAligned, Direction::kDown> walk(planar, channel,
-                                                     planar.first_slot() + (at < 0 ? 0 : at));
-  const auto load_slots = [&]() {
+  VectorWalk<kVector, kAligned, Direction::kDown> walk(planar, channel,
+                                                       planar.first_vector() + (at < 0 ? 0 : at));
+  const auto load_vectors = [&]() {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (at - k * step >= 0) {
-        slot[k] = walk.get();
+        vector[k] = walk.get();
         walk.advance();
 #pragma unroll
         for (int i = 0; i < kInputs; ++i) {
           values[i][k] =
-              load_slot<kVector, kAligned, Reuse::kNever>(planar, tensors.input[i], slot[k]);
+              load_vector<kVector, kAligned, Reuse::kNever>(planar, tensors.input[i], vector[k]);
         }
       }
     }
   };
 
   const bool prepares = threadIdx.x == 0 && channel < planar.channels;
-  prepare_channel<A>(memory, prepare, prepares, threadIdx.y, channel, load_slots);
+  prepare_channel<A>(memory, prepare, prepares, threadIdx.y, channel, load_vectors);
   if (at < 0) {
     return;  // also threads without a channel, whose constants nobody wrote
   }
@@ -178,11 +178,11 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
           }
           result.set(v, from_compute<T>(of_channel(in)));
         }
-        store_slot<kVector, kAligned>(tensors.output, slot[k], result);
+        store_vector<kVector, kAligned>(tensors.output, vector[k], result);
       }
     }
     at -= kSteps * step;
-    load_slots();
+    load_vectors();
   } while (at >= 0);
 }
 

@@ -1,5 +1,5 @@
 // A row-major matrix (rows, columns): a thread owns kVector columns of every blockDim.y-th row of
-// its block's segment; see plan.h. A channel has one column, or as many as a plane has values.
+// its block's segment; see plan.h. A channel has one column, or a column for each value of a plane.
 #pragma once
 
 #include "plan.h"
@@ -24,8 +24,8 @@ struct Matrix {
         segment(plan.segment),
         columns_of_channel(static_cast<int>(plan.geometry.inner)) {}
 
-  // The first column of this thread, in its tile and in the matrix. Those of the last tile's last
-  // threads do not exist.
+  // The first column of this thread, in its tile and in the matrix. Columns of the last tile's last
+  // threads may be past the matrix.
   template <int kVector>
   __device__ __forceinline__ int tile_column() const {
     return threadIdx.x * kVector;
@@ -53,7 +53,6 @@ struct Matrix {
     }
   }
   __device__ __forceinline__ int64_t first_row() const { return blockIdx.y * segment; }
-  // Rows of this block.
   __device__ __forceinline__ int num_rows() const {
     const int64_t left = rows - first_row();
     return static_cast<int>(left < segment ? left : segment);

@@ -1,17 +1,17 @@
-// The plan by which a tensor is split over blocks and threads. It depends on the tensor's geometry,
-// dtype and alignment and on the number of multiprocessors, never on data: results are the same
-// bits on each run.
+// The plan that splits a tensor over blocks and threads. It depends on the tensor's geometry, dtype
+// and alignment and on the number of multiprocessors, never on data: results are the same bits in
+// each run.
 //
 // A block owns a tile of channels and a segment of their values.
 //
 // Matrix (rows, columns): a thread owns `vector` neighboring columns, blockDim.x threads make a
 // tile of whole channels, blockDim.y threads share its rows; the segment counts rows. Columns are
-// channels, or the values of small planes (outer, C * inner): a plane alone would have narrow or
-// unaligned vectors, a few together have whole ones.
+// channels, or the values of small planes (outer, C * inner): vectors of a single plane would be
+// narrow or unaligned, vectors of a few planes are whole.
 //
 // Planar (outer, C, inner): blockDim.x threads share a channel, blockDim.y channels are a tile; the
-// segment counts slots, aligned vectors that a plane lies in. In an unaligned plane the first and
-// the last slot hold values of neighboring planes, too.
+// segment counts the aligned vectors of planes. The first and the last aligned vector of an
+// unaligned plane also hold values of neighboring planes.
 #pragma once
 
 #include <algorithm>
@@ -28,75 +28,75 @@ namespace syncbn::cuda {
 constexpr int kMaxThreads = 256;  // in a block
 constexpr int kVectorBytes = 16;
 constexpr int kWarp = 32;
-// Bytes of a row of a matrix that a block reads, about: a line of the cache.
+// Bytes of a matrix's row that a block reads, approximately: a cache line.
 constexpr int kRowBytes = 128;
-// Bytes of partial sums that the last block of a tile reads, at the speed of one multiprocessor.
-// Where they would be more, tiles are narrower, down to about a sector of a line.
+// The last block of a tile reads all partial sums, at the speed of one multiprocessor. Tiles are
+// narrower, down to about a sector of a cache line, if the partial sums would have more bytes.
 constexpr int64_t kMostPartialBytes = 96 * 1024;
 constexpr int kLeastRowBytes = 32;
 
-// Vectors that a thread has in flight, of all tensors: 64 KB in a multiprocessor.
+// Vectors in flight of a thread, of all tensors: 64 KB in a multiprocessor.
 constexpr int kUnroll = 8;
-// Rows of a matrix that a thread has in flight, whose vectors may be narrow: as many bytes, in at
-// most 16 loads. With 24 loads sm_100 and sm_120 spill.
+// Rows in flight of a thread of a matrix, whose vectors may be narrow: as many bytes, in at most 16
+// loads. With 24 loads sm_100 and sm_120 spill.
 SYNCBN_HOST_DEVICE constexpr int rows_in_flight(int vector_bytes) {
   const int rows = kUnroll * kVectorBytes / vector_bytes;
   return rows < 16 ? rows : 16;
 }
-// Blocks of a multiprocessor: all are resident, so that no last wave is half empty where tensors
-// are large. The same for all kernels, so that one goes through the segments of the one before it.
+// Blocks of a multiprocessor. All of them are resident: a large tensor has no half-empty last wave.
+// All kernels have the same number, so that a kernel reads the previous kernel's segments.
 constexpr int kBlocks = 2;
 
-// Partial sums of a channel that a thread has in flight, of both kinds.
+// Pairs of partial sums in flight of a thread.
 constexpr int kPartialLoads = 8;
 
-// Columns of a matrix in a block, at most: the terms of its channels' sums.
+// The maximum number of a block's columns: the terms of its channels' sums.
 constexpr int kMaxTerms = 512;
 
-// Values of a channel, or of a column of a matrix, in a block: a float counts them exactly, and 32
-// bits index them.
+// The maximum number of a block's values of a channel or column: a float counts them exactly, and
+// 32 bits index them.
 constexpr int64_t kLongestSegment = 1 << 24;
 
 struct Plan {
   Geometry geometry;
   DType dtype;
-  bool is_matrix;          // also of small planes, whose geometry is planar
-  int vector;              // values that a thread loads at once
-  bool aligned;            // false: planar, with values of other planes in first and last slots
-  int64_t slots_in_plane;  // planar
+  bool is_matrix;            // also true for small planes, whose geometry is planar
+  int vector;                // values that a thread loads at once
+  bool aligned;              // false: planes' first and last vectors hold values of other planes
+  int64_t vectors_in_plane;  // planar
   int block_x;
   int block_y;
   int64_t tile_channels;
   int64_t tiles;    // gridDim.x
   int64_t splits;   // gridDim.y
-  int64_t segment;  // rows (matrix) or slots (planar) of a block
+  int64_t segment;  // rows (matrix) or vectors (planar) of a block
 
-  // Doubles of workspace: two sums for each channel and block. None where a block has all values.
+  // Two sums for each channel and block; none if one block has all values.
   int64_t num_partials() const { return splits == 1 ? 0 : 2 * splits * geometry.channels; }
   int64_t num_counters() const { return splits == 1 ? 0 : tiles; }
 };
 
-// Returns how many of a block's threads add up `number` sums of each of `channels`: a power of two,
-// so many that each has all its loads in flight at once, or as many as there are.
-SYNCBN_HOST_DEVICE inline int num_readers(int threads, int channels, int number) {
-  int readers = 1;
-  while (kPartialLoads * readers < number && 2 * readers * channels <= threads) {
-    readers *= 2;
+// Returns how many of a block's threads reduce `number` sums of each of `channels` channels: a
+// power of two, large enough to have all loads in flight at once, if there are so many threads.
+SYNCBN_HOST_DEVICE inline int num_reducing_threads(int threads, int channels, int number) {
+  int reducing = 1;
+  while (kPartialLoads * reducing < number && 2 * reducing * channels <= threads) {
+    reducing *= 2;
   }
-  return readers;
+  return reducing;
 }
 
 namespace detail {
 
-// Returns the mean share of the resident blocks' places that are taken.
+// Returns the mean share of a wave's capacity that blocks use.
 inline double busy_share(int64_t blocks, int64_t resident) {
   const auto waves = static_cast<double>(ceil_div(blocks, resident));
   return static_cast<double>(blocks) / (waves * static_cast<double>(resident));
 }
 
-// Splits `length` so that the blocks of all tiles fill what is resident at once or, where there are
-// many tiles, leave at most a tenth of the waves empty, or as little as eight times the splits can;
-// into segments of `shortest` to `longest`.
+// Splits `length` into segments of `shortest` to `longest`. The blocks of all tiles fill one wave.
+// With many tiles there are several waves, and the splits, at most eight times as many, leave at
+// most a tenth of the waves empty, or as little as possible.
 inline void split_segments(Plan& plan, int64_t length, int64_t shortest, int64_t longest,
                            int64_t resident) {
   const int64_t most = std::max<int64_t>(1, ceil_div(length, shortest));
@@ -124,7 +124,7 @@ inline int next_power_of_two(int64_t value, int lowest, int highest) {
   return power;
 }
 
-// The widest vectors of whole columns.
+// Returns the width of the widest aligned vectors of a row.
 inline int columns_at_once(int64_t columns, DType dtype, int alignment) {
   for (const int bytes : {kVectorBytes, 4}) {
     const int vector = bytes / size_of(dtype);
@@ -135,7 +135,7 @@ inline int columns_at_once(int64_t columns, DType dtype, int alignment) {
   return 1;
 }
 
-// Channels whose planes together have whole vectors.
+// Returns the smallest number of channels whose planes together are whole vectors.
 inline int64_t channels_of_vectors(int64_t inner, int vector) {
   return vector / std::gcd(inner, int64_t{vector});
 }
@@ -164,14 +164,14 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
          plan.block_x * vector_bytes >= 2 * kLeastRowBytes && plan.block_x > group_vectors) {
     lay_out(plan.block_x / 2);
   }
-  // Wide tiles rather than threads without rows, as long as there is a tile for each block.
+  // Tiles become wider while threads have no rows and each resident block has a tile.
   while (plan.geometry.outer < plan.block_y && 2 * plan.block_x * plan.vector <= kMaxTerms &&
          2 * plan.tile_channels <= kMaxThreads && plan.tiles >= 2 * resident) {
     lay_out(2 * plan.block_x);
   }
 }
 
-// Returns whether planes are so small that a few of them make the columns of a tile.
+// Returns whether the columns of a tile can be the values of a few small planes.
 inline bool are_columns(const Geometry& geometry, int widest, int alignment) {
   const int64_t columns = channels_of_vectors(geometry.inner, widest) * geometry.inner;
   return columns <= kMaxTerms && geometry.channels * geometry.inner % widest == 0 &&
@@ -185,23 +185,23 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   plan.aligned = true;
   plan.vector = widest;
   const bool has_vectors = inner % widest == 0 && alignment % kVectorBytes == 0;
-  // Of planes of a vector or three, a warp would read a part of many lines.
+  // From tiny planes, of one to three vectors, a warp would read a part of many lines.
   const bool is_tiny = inner * size_of(plan.dtype) < kRowBytes / 2;
   if ((is_tiny || !has_vectors) && are_columns(plan.geometry, widest, alignment)) {
     return plan_matrix(plan, alignment, resident);
   }
   if (has_vectors) {
-    plan.slots_in_plane = inner / widest;
+    plan.vectors_in_plane = inner / widest;
   } else if (inner >= 2 * widest && same_phase) {
     plan.aligned = false;
-    plan.slots_in_plane = (inner + 2 * widest - 2) / widest;  // wherever the plane begins
+    plan.vectors_in_plane = (inner + 2 * widest - 2) / widest;  // the maximum over all phases
   } else {
     plan.vector = 1;
-    plan.slots_in_plane = inner;
+    plan.vectors_in_plane = inner;
   }
-  const int64_t slots = plan.geometry.outer * plan.slots_in_plane;
-  plan.block_x = next_power_of_two(ceil_div(slots, kUnroll), kWarp, kMaxThreads);
-  // Several channels in a block rather than several waves of blocks, each of which loads little.
+  const int64_t vectors = plan.geometry.outer * plan.vectors_in_plane;
+  plan.block_x = next_power_of_two(ceil_div(vectors, kUnroll), kWarp, kMaxThreads);
+  // Several channels in a block are better than several waves of blocks with few loads.
   const auto fills_a_wave = [&](int block_x) {
     return 10 * ceil_div(channels, kMaxThreads / block_x) >= 9 * resident;
   };
@@ -211,13 +211,13 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   plan.block_y = next_power_of_two(channels, 1, kMaxThreads / plan.block_x);
   plan.tile_channels = plan.block_y;
   plan.tiles = ceil_div(channels, plan.block_y);
-  split_segments(plan, slots, plan.block_x * kUnroll, kLongestSegment / plan.vector, resident);
+  split_segments(plan, vectors, plan.block_x * kUnroll, kLongestSegment / plan.vector, resident);
 }
 
 }  // namespace detail
 
-// `pointers` are all tensors of the input's shape that the pass reads and writes, null for those
-// that are not there.
+// `pointers` are the data of all tensors of the input's shape that the pass accesses; null pointers
+// are ignored.
 inline Plan make_plan(const Geometry& geometry, DType dtype,
                       std::initializer_list<const void*> pointers, int multiprocessors) {
   Plan plan{};

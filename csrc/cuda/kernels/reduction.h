@@ -1,16 +1,16 @@
-// The reduction of what a block's threads have to two sums per channel over all blocks.
+// The reduction of the threads' states to two sums per channel over all blocks.
 //
-// Within a block threads merge pairwise, through shared memory, to two sums for each term of a
-// channel: it has one or, where the columns of a matrix are values of a plane, several. If a tile
-// of channels is split over blocks, each writes the sums of its channels to the workspace, and the
-// block that finishes last, as an integer counter tells, adds all of them up. Every order is fixed,
-// so the bits are the same on each run; and atomicInc leaves the counter at zero for the next
-// launch. Launches that share counters must not overlap, as those of one stream do not:
-// programmatic dependent launch would break that.
+// The threads of a block merge pairwise, through shared memory, to two sums for each term. A
+// channel has one term or, if the columns of a matrix are values of a plane, several. If a tile of
+// channels is split over blocks, each block writes its channels' sums to the workspace; an integer
+// counter shows which block finishes last, and this block adds up all sums. Every order is fixed:
+// the bits are the same in each run. atomicInc leaves the counter at zero for the next launch.
+// Launches with the same counters must not overlap: launches on one stream do not, unless
+// programmatic dependent launch is used.
 #pragma once
 
 #include "device.h"
-#include "operators.h"
+#include "launchers.h"
 
 namespace syncbn::cuda {
 
@@ -24,23 +24,23 @@ struct TwoSums {
   }
 };
 
-// State is a struct of values of type A alone.
+// All members of State are of type A.
 template <typename A, typename State>
 struct ReductionMemory {
   static constexpr int kWords = sizeof(State) / sizeof(A);
-  TwoSums terms[kMaxTerms];  // of the block's channels, those of a channel next to each other
+  TwoSums terms[kMaxTerms];  // of the block's channels; a channel's terms are neighbors
   TwoSums sums[kMaxThreads];
   A exchange[kWords][kMaxThreads];
   bool is_last;
 };
 
-// Merges the states of all `members` of each of `groups` groups of threads into that of its member
-// 0. All threads of the block call it.
+// Merges the states of all `members` of each of `groups` groups of threads into the state of its
+// member 0. All threads of the block call it.
 template <typename A, typename State>
 __device__ void merge_members(ReductionMemory<A, State>& memory, State& state, int member,
                               int members, int group, int groups) {
   constexpr int kWords = ReductionMemory<A, State>::kWords;
-  // A step does not overwrite what the one before it reads: it writes in front of it.
+  // The words that a step writes are in front of the words that the previous step reads.
   while (members > 1) {
     const int half = (members + 1) / 2;
     if (member >= half && member < members) {
@@ -68,19 +68,20 @@ __device__ void merge_members(ReductionMemory<A, State>& memory, State& state, i
 // of the block's first `channels`. All threads of the block call it.
 template <typename Memory, typename Load>
 __device__ TwoSums add_up(Memory& memory, int channels, int number, const Load& load) {
-  // A reader of a channel takes every readers-th, then readers add up by halves.
-  const int readers = num_readers(static_cast<int>(blockDim.x * blockDim.y), channels, number);
+  // Each of a channel's reducing threads adds up every reducing-th sum; then halves are added.
+  const int reducing =
+      num_reducing_threads(static_cast<int>(blockDim.x * blockDim.y), channels, number);
   const int thread = thread_index();
-  const int reader = thread / channels;
+  const int member = thread / channels;
   const int channel = thread % channels;
-  const int end = reader < readers ? number : 0;
+  const int end = member < reducing ? number : 0;
   TwoSums result;
-  for (int i = reader; i < end; i += kPartialLoads * readers) {
+  for (int i = member; i < end; i += kPartialLoads * reducing) {
     TwoSums loaded[kPartialLoads];
 #pragma unroll
     for (int k = 0; k < kPartialLoads; ++k) {
-      if (i + k * readers < number) {
-        loaded[k] = load(channel, i + k * readers);
+      if (i + k * reducing < number) {
+        loaded[k] = load(channel, i + k * reducing);
       }
     }
 #pragma unroll
@@ -88,11 +89,11 @@ __device__ TwoSums add_up(Memory& memory, int channels, int number, const Load& 
       result.add(one);
     }
   }
-  if (readers > 1) {
+  if (reducing > 1) {
     memory.sums[thread] = result;
-    for (int half = readers / 2; half > 0; half /= 2) {
+    for (int half = reducing / 2; half > 0; half /= 2) {
       __syncthreads();
-      if (reader < half) {
+      if (member < half) {
         result.add(memory.sums[thread + half * channels]);
         memory.sums[thread] = result;
       }
@@ -101,9 +102,8 @@ __device__ TwoSums add_up(Memory& memory, int channels, int number, const Load& 
   return result;
 }
 
-// Calls write(channel, sums) once for each channel with the sums over all blocks, in the block that
-// has them. Before it, threads have put `terms` sums for each channel of the tile into
-// memory.terms.
+// Calls write(channel, sums) once for each channel, in the block that has the sums over all blocks.
+// Before the call, threads have written `terms` sums for each channel of the tile to memory.terms.
 template <typename Memory, typename Write>
 __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_channels, int terms,
                                  Workspace workspace, const Write& write) {
@@ -124,7 +124,7 @@ __device__ void finish_reduction(Memory& memory, int64_t channels, int64_t tile_
     }
     __syncthreads();
     if (thread == 0) {
-      // The barriers around them make its fences cover the stores and loads of the whole block.
+      // With the barriers around them, the fences cover the stores and loads of the whole block.
       __threadfence();
       memory.is_last = atomicInc(&workspace.counters[blockIdx.x], splits - 1) == splits - 1u;
       __threadfence();

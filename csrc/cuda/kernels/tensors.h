@@ -1,4 +1,4 @@
-// The tensors of a kernel that have the geometry and dtype of the input.
+// The tensors of a kernel with the geometry and dtype of the input.
 #pragma once
 
 namespace syncbn::cuda {
@@ -6,7 +6,7 @@ namespace syncbn::cuda {
 template <typename T, int kInputs>
 struct Tensors {
   const T* input[kInputs];
-  T* output;  // null where a kernel has none
+  T* output;  // null if the kernel has none
 };
 
 template <typename T, int kInputs>

@@ -1,5 +1,5 @@
-// Vectors: a few neighboring values of a tensor, loaded and stored at once, and computed with in
-// float32, those of float64 tensors in float64.
+// Vectors: a few neighboring values of a tensor, which are loaded and stored at once. Computations
+// are in float32, for float64 tensors in float64.
 #pragma once
 
 #include <cstring>
@@ -50,7 +50,7 @@ struct Vector {
 
   __device__ __forceinline__ compute_t<T> operator[](int i) const {
     if constexpr (std::is_same_v<T, __nv_bfloat16> && kVector > 1) {
-      // The upper half of a float, out of its pair by one instruction where get() takes two.
+      // A bfloat16 is the upper half of a float: one instruction, where get() takes two.
       unsigned int bits;
       memcpy(&bits, reinterpret_cast<const char*>(&word) + i / 2 * sizeof(bits), sizeof(bits));
       bits = i % 2 == 0 ? bits << 16 : bits & 0xffff0000u;

@@ -1,7 +1,7 @@
-// The functions of the CUDA runtime that code of nvcc's calls to launch a kernel, of CUDA 13.
+// The functions of the CUDA 13 runtime that nvcc's host code calls to launch a kernel.
 //
-// nvcc compiles `kernel<<<...>>>(...)` to a call of a host function, the stub, which it has
-// registered under the kernel's name. So grids, blocks and arguments are those of the real launch.
+// nvcc compiles `kernel<<<...>>>(...)` to a call of a host function, the stub, and registers it
+// under the kernel's name. So the real launch sets grids, blocks and arguments.
 
 #include <map>
 

@@ -14,7 +14,7 @@
 
 namespace syncbn::emulation::ptx {
 
-// The value of a register, or of its lowest bits, taken for a T.
+// The lowest bits of a register as a T.
 template <typename T, typename Register>
 inline T as(Register bits) {
   static_assert(sizeof(T) <= sizeof(Register));
@@ -50,7 +50,7 @@ inline void check_divisor(T divisor) {
 template <typename T>
 inline T quotient(T a, T b) {
   check_divisor(b);
-  return std::is_signed_v<T> && b == T(-1) ? T(0 - a) : T(a / b);  // the least one overflows
+  return std::is_signed_v<T> && b == T(-1) ? T(0 - a) : T(a / b);  // the smallest number overflows
 }
 
 template <typename T>
@@ -59,7 +59,7 @@ inline T remainder(T a, T b) {
   return std::is_signed_v<T> && b == T(-1) ? T(0) : T(a % b);
 }
 
-// NaN loses against a number, and -0 is less than 0.
+// The number if the other operand is NaN; -0 is less than 0.
 template <typename T>
 inline T minimum(T a, T b) {
   return a == b ? (std::signbit(a) ? a : b) : std::fmin(a, b);
@@ -82,26 +82,26 @@ inline T shift_right(T a, uint32_t distance) {
   return distance > most ? T(T(a >> most) >> 1) : T(a >> distance);
 }
 
-// `length` bits from `start` on; those beyond the last are zero.
+// `length` bits from `start` on; bits past the last are zero.
 inline uint32_t extract_bits(uint32_t a, uint32_t start, uint32_t length) {
   start &= 255;
   length &= 255;
   return shift_right(a, start) & ~shift_left(~0u, length);
 }
 
-// From 0 to 1; NaN is 0.
+// Clamped to 0 and 1; NaN becomes 0.
 inline float saturate(float a) { return a > 0 ? (a < 1 ? a : 1) : 0; }
 
-// Of a subnormal number, a zero with its sign.
+// A subnormal number becomes a zero with its sign.
 inline float flush(float a) { return std::abs(a) < FLT_MIN ? std::copysign(0.f, a) : a; }
 
-// Rounded to the nearest, which is as far as hardware's approximation may be and no further.
+// Rounded to the nearest; hardware's approximation may differ.
 inline float approximate_quotient(float a, float b) {
   const bool is_flushed = std::abs(b) > 0x1p126f && std::isfinite(b);
   return is_flushed ? a * std::copysign(0.f, b) : a / b;
 }
 
-// Volatile, so that nothing moves out from between the changes of the rounding mode.
+// Volatile, so that no operation moves past the changes of the rounding mode.
 inline float fma_downward(float a, float b, float c) {
   volatile float inputs[] = {a, b, c};
   std::fesetround(FE_DOWNWARD);

@@ -1,11 +1,10 @@
-// Loads and stores of translated kernels, and what is checked of them:
+// Loads and stores of translated kernels, and their checks:
 //
 // - each access is aligned to its size;
-// - shared memory is read after it was written, and what one thread writes no other one reads or
-//   writes before the next barrier;
-// - a launch writes no address twice and reads none that it has written, but for those of
-//   `unwritten`, which it reads after it has written them, not by non-coherent loads
-//   (ld.global.nc);
+// - shared memory is read after it was written, and no other thread reads or writes a written byte
+//   before the next barrier;
+// - a launch writes no address twice and reads no written address, except in the range `unwritten`:
+//   it reads the range after it has written it, not by non-coherent loads (ld.global.nc);
 // - a block fences before it signals others by an atomic operation, and again before it reads
 //   `unwritten`.
 #pragma once
@@ -31,7 +30,7 @@ inline void check_aligned(uint64_t address, const char* what) {
   }
 }
 
-// PTX has addresses as numbers.
+// Addresses are numbers in PTX.
 inline unsigned char* to_pointer(uint64_t address) {
   return reinterpret_cast<unsigned char*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
@@ -47,7 +46,7 @@ inline Values<T, kLength> load_param(uint64_t address) {
 
 // --- Shared memory
 
-// The last accesses of a byte: by which thread, and between which barriers.
+// The last accesses to a byte: the threads and the phases.
 struct SharedByte {
   const Thread* writer = nullptr;
   const Thread* reader = nullptr;
@@ -114,7 +113,7 @@ inline void store_shared(uint32_t address, Values<T, kLength> values) {
 
 // --- Global memory
 
-// The bytes that the running launch has written. An aligned access lies in one page.
+// The bytes that the running launch has written. An aligned access never crosses a page.
 class Written {
  public:
   void clear() {
@@ -182,7 +181,7 @@ inline Values<T, kLength> load_global(uint64_t address) {
   return result;
 }
 
-// ld.global.nc, through a cache that does not see what other threads write.
+// ld.global.nc: its cache does not see other threads' stores.
 template <typename T, int kLength>
 inline Values<T, kLength> load_noncoherent_global(uint64_t address) {
   if (written.count(address, kLength * sizeof(T)) > 0) {

@@ -43,7 +43,7 @@ void launch(const std::string& name, dim3 grid, dim3 block, size_t shared_bytes,
 
 }  // namespace syncbn::emulation::ptx
 
-// For ctypes: returns what went wrong, or nullptr.
+// For ctypes: returns an error message or nullptr.
 extern "C" const char* launch_ptx(const char* name, unsigned blocks, unsigned threads,
                                   size_t shared_bytes, size_t unwritten, size_t unwritten_bytes,
                                   const void* const* arguments) {

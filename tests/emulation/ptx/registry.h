@@ -1,4 +1,4 @@
-// The translated kernels of a library, by the names that nvcc gives them.
+// The translated kernels of a library, by nvcc's names.
 #pragma once
 
 #include <cstddef>
@@ -20,15 +20,15 @@ struct Kernel {
   unsigned max_threads;
 };
 
-// Each translated file makes one for each of its kernels.
+// Each translated file has one for each of its kernels.
 struct Registration {
   Registration(const char* name, const Kernel& kernel);
 };
 
 // Launches a kernel and waits for it; `arguments` points to each of its arguments.
 //
-// Throws std::runtime_error for what run_grid() and memory.h find, and for a block of more threads
-// than the kernel was compiled for.
+// Throws std::runtime_error for faults that run_grid() and memory.h find, and for a block with more
+// threads than the kernel was compiled for.
 void launch(const std::string& name, dim3 grid, dim3 block, size_t shared_bytes,
             const void* const* arguments);
 

@@ -1,4 +1,4 @@
-"""The operators of a process that is alone: bit for bit what those of a group do, one by one."""
+"""The single-process operators give the same bits as the operators of a group."""
 
 import pytest
 import torch
@@ -43,17 +43,19 @@ def test_backward_is_reduce_and_apply(shape, dtype, activation):
     x, residual, dy = (make_input(shape, "contiguous", dtype, seed=seed) for seed in range(3))
     weight, bias, *_ = vectors(shape[1])
     constants = None if activation is None else x.new_empty(2 * shape[1], dtype=torch.float64)
-    following = (NUMBERS[activation], 0.1, constants)
+    epilogue = (NUMBERS[activation], 0.1, constants)
     normalization = (weight, bias, None, None, None, 0.1, 1e-3)
-    _, mean, invstd, count = ops.batch_norm_forward(x, *normalization, residual, *following)
-    through = (constants, NUMBERS[activation], 0.1)
+    _, mean, invstd, count = ops.batch_norm_forward(x, *normalization, residual, *epilogue)
+    epilogue_gradient = (constants, NUMBERS[activation], 0.1)
     dtypes = (torch.float32, torch.float64)
-    gradients = ops.batch_norm_backward(dy, x, mean, invstd, weight, count, *dtypes, *through)
+    gradients = ops.batch_norm_backward(
+        dy, x, mean, invstd, weight, count, *dtypes, *epilogue_gradient
+    )
     sums, *of_vectors = ops.batch_norm_backward_reduce(
-        dy, x, mean, invstd, *dtypes, None, 0.0, *through
+        dy, x, mean, invstd, *dtypes, None, 0.0, *epilogue_gradient
     )
     of_input = ops.batch_norm_backward_apply(
-        dy, x, mean, invstd, weight, sums, count, None, None, *through
+        dy, x, mean, invstd, weight, sums, count, None, None, *epilogue_gradient
     )
     for a, b in zip(gradients, (of_input, *of_vectors), strict=True):
         assert torch.equal(a, b)

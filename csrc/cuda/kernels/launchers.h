@@ -1,7 +1,7 @@
-// The CUDA operators as host functions: what adapters (and tests without a GPU) call.
+// The launchers of the CUDA kernels: host functions that adapters and the emulation's tests call.
 //
-// Each checks nothing, allocates nothing, launches on the given stream and returns at once. The
-// contracts are those of csrc/ops.cpp. Includes neither torch nor CUDA.
+// A launcher checks nothing, allocates nothing, launches on the given stream and returns at once.
+// csrc/ops.cpp has the contracts.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace syncbn::cuda {
 
-// One value per channel in memory: a weight, a bias or a running statistic. No data: none is given.
+// A weight, a bias or a running statistic; without data, none.
 struct ChannelVector {
   void* data = nullptr;
   int64_t stride = 0;
@@ -22,19 +22,18 @@ struct ChannelVector {
 struct RunningStatistics {
   ChannelVector mean;
   ChannelVector var;
-  int64_t* num_batches_tracked = nullptr;  // may be missing, unless the average is cumulative
+  int64_t* num_batches_tracked = nullptr;  // required for a cumulative average
   bool cumulative = false;                 // a momentum of None
   double momentum = 0;
 };
 
-// The memory in which the blocks of a split reduction meet.
+// The memory in which the blocks of a split reduction exchange partial sums.
 struct Workspace {
   double* partials;    // plan.num_partials() values
-  unsigned* counters;  // plan.num_counters() zeros, which it leaves as zeros
+  unsigned* counters;  // plan.num_counters() zeros; zeros again after the launch
 };
 
-// What sums over all ranks are judged by, and where a status that is not sound is written, if
-// anywhere.
+// Verifies sums over all ranks and writes an inconsistent status, if there is memory for it.
 struct Verifier {
   Expectation expectation;
   double* status = nullptr;
@@ -48,17 +47,16 @@ struct Verifier {
   }
 };
 
-// What follows the normalization; null where there is nothing. Tensors have the input's geometry
-// and dtype.
-struct Following {
+// The operations after the normalization. The residual has the input's geometry and dtype.
+struct Epilogue {
   ActivationChoice activation;
   const void* residual = nullptr;
-  double* constants = nullptr;  // [2C]: scale and shift, which are written
+  double* constants = nullptr;  // [2C]: scale and shift, an output
 };
 
-// What the gradient through an activation is computed from: the same constants, and the residual or
-// the output where a residual was added. Its gradient is written then.
-struct Through {
+// The sources of an activation's gradient: the same constants and, if a residual was added, the
+// residual or the output; then dz, the residual's gradient, is written.
+struct EpilogueGradient {
   ActivationChoice activation;
   const double* constants = nullptr;
   const void* residual = nullptr;
@@ -69,22 +67,23 @@ struct Through {
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
                              Tail tail, Workspace workspace);
 
-// One launch, and one more before it for a cumulative average.
+// Launches a second kernel for a cumulative average.
 void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
                              const double* totals, Verifier verifier, ChannelVector weight,
                              ChannelVector bias, RunningStatistics running, double eps,
                              void* output, double* mean, double* invstd, double* count,
-                             Following following = {});
+                             Epilogue epilogue = {});
 
 void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const void* grad_output,
                                        const void* input, const double* mean, const double* invstd,
                                        double* sums, Tail tail, ChannelVector grad_weight,
                                        ChannelVector grad_bias, Workspace workspace,
-                                       Through through = {});
+                                       EpilogueGradient epilogue = {});
 
 void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void* grad_output,
                                       const void* input, const double* mean, const double* invstd,
                                       ChannelVector weight, const double* sums, Verifier verifier,
-                                      const double* count, void* grad_input, Through through = {});
+                                      const double* count, void* grad_input,
+                                      EpilogueGradient epilogue = {});
 
 }  // namespace syncbn::cuda

@@ -1,5 +1,4 @@
-// The passes of a process that is alone: what its group's operators do, joined without a message
-// between processes.
+// Single-process operators: the operators of a group, joined without an all-reduce between them.
 #pragma once
 
 #include <stdexcept>
@@ -10,24 +9,24 @@
 
 namespace syncbn {
 
-// Calls an operator of a joined one, whose errors name the joined one in place of it.
+// Calls `function`, one of the joined operators. Errors name `op` in its place.
 template <typename Function, typename... Args>
 auto call_as(const char* op, Function* function, Args&&... args) {
   try {
     return function(std::forward<Args>(args)...);
   } catch (const std::runtime_error& error) {
-    const std::string words = error.what();
-    const size_t colon = words.find(": ");
-    if (words.rfind("syncbn::", 0) != 0 || colon == std::string::npos) {
+    const std::string message = error.what();
+    const size_t colon = message.find(": ");
+    if (message.rfind("syncbn::", 0) != 0 || colon == std::string::npos) {
       throw;
     }
-    throw std::runtime_error(op + words.substr(colon));
+    throw std::runtime_error(op + message.substr(colon));
   }
 }
 
 template <StatsFunction kStats, ApplyFunction kApply, BackwardReduceFunction kReduce,
           BackwardApplyFunction kBackwardApply>
-struct Alone {
+struct SingleProcess {
   static std::tuple<Tensor, Tensor, Tensor, Tensor> forward(
       const Tensor& input, std::optional<Tensor> weight, std::optional<Tensor> bias,
       std::optional<Tensor> running_mean, std::optional<Tensor> running_var,
