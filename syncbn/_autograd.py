@@ -122,7 +122,7 @@ def backward(
             grad_output = masks.clear(grad_output, mask)
         if through is not None:
             z = _argument(saved, through, eps, group, layer, mask)
-            dy = grad_output.to(tensors.widest(input.device))
+            dy = grad_output.to(torch.float64)
             grad_output = epilogue.gradient(dy, z, *through[:2])
         grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
             grad_output, input, weight, eps, sync.sum_of(group, layer), mask

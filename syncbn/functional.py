@@ -1,6 +1,5 @@
 """sync_batch_norm(), and the autograd Function of the two passes."""
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -185,10 +184,6 @@ def train(
     # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
     # this one calls, and they would find a compiler.
     if torch.compiler.is_compiling() and not _compat.is_exporting():
-        if isinstance(input, Tensor) and not tensors.has_float64(input.device):
-            return _train_uncompiled(  # type: ignore[no-any-return]
-                input, arguments, process_group, layer, observe
-            )
         return inductor.train(input, arguments, group, layer)
     if _compat.is_recorded():
         return export.train(input, arguments, group, identity_of(layer))
@@ -236,14 +231,6 @@ def train(
     return applied
 
 
-def _train(input: Tensor, *others: Any) -> Tensor:
-    warnings.warn(f"a SyncBatchNorm layer runs uncompiled: {_NO_FLOAT64}", stacklevel=2)
-    return train(input, *others)
-
-
-_NO_FLOAT64 = "its device has no float64, in which a graph would hold its statistics"
-_train_uncompiled = _compat.uncompiled(_train, _NO_FLOAT64)
-
 torch.fx.wrap("train")  # symbolic tracing records the call
 
 
@@ -275,8 +262,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         activation = ctx.activation = arguments.activation
         constants = None
         if activation is not None:
-            place = input.device if input.is_cpu else tensors.of_statistics(input.device)
-            constants = input.new_empty(2 * input.size(1), dtype=torch.float64, device=place)
+            constants = input.new_empty(2 * input.size(1), dtype=torch.float64)
         if residual is not arguments.residual:
             arguments = arguments._replace(residual=residual)
         output, mean, invstd, count = _autograd.normalize(

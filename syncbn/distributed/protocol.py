@@ -176,7 +176,6 @@ class History:
         self.registered = _compat.is_registered(group)
         self.adds_up = collectives.adds_up(group)
         self.labels = collectives.is_debugging()
-        self.sum_messages = collectives.sum_function(group)
         self.num_passes = 0
         self.size = 0  # of this rank's message
         backend = collectives.cuda_backend(group)
@@ -343,7 +342,7 @@ class History:
         message = torch.zeros(expected, dtype=torch.float64, device=device)
         fingerprint = float(_spread(_spread(self.size) + int(record.fingerprint)))
         message[-3] = fingerprint
-        totals = self.sum_messages(message, group, "")
+        totals = collectives.all_reduce_sum(message, group)
         check_sound(totals, self.sum_of(fingerprint, group))
 
     def _compare_in_store(
@@ -395,7 +394,7 @@ class History:
         """
         self.num_comparisons += 1
         try:
-            number = collectives.count_operations(group, device)
+            number = _compat.count_operations(group, device)
         except RuntimeError:
             return None
         store = collectives.store_of(group)

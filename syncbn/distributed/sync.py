@@ -98,7 +98,7 @@ def _start(
     device: torch.device | None = None,
 ) -> _Started:
     """Tell why this rank aborts, and start to do so; ``size`` as of a message, if known."""
-    device = tensors.of_statistics(collectives.likely_device(group, device))
+    device = collectives.likely_device(group, device)
     history = history_of(group)
     is_late = history.is_late(device)
     words, work, has_failed = "", None, False
@@ -106,7 +106,7 @@ def _start(
     with (
         _no_trace(),
         _compat.without_dispatch_modes(),
-        contextlib.suppress(RuntimeError, ValueError),
+        contextlib.suppress(RuntimeError, TypeError, ValueError),
     ):
         # Some rank has failed before, and waits in no pass for this one.
         has_failed = history.is_apart or history.noted() != 0
@@ -229,7 +229,7 @@ def _exchange_stops(
     if not store.check([keys[group.rank()]]):
         num_others = 0
         with contextlib.suppress(RuntimeError):  # of a backend that does not count them
-            num_others = collectives.count_operations(group, device) - history.num_passes
+            num_others = _compat.count_operations(group, device) - history.num_passes
         stop = Stop(history.num_passes, num_others, [*history.sizes_sent], words)
         store.set(keys[group.rank()], stop.encode())
     with contextlib.suppress(RuntimeError):  # the time has passed
@@ -253,7 +253,7 @@ def _count_channels(input: object, arguments: Arguments | None) -> int | None:
 def send(group: ProcessGroup, size: int, device: torch.device) -> None:
     """Take part in the collective of the other ranks, with a abort."""
     with contextlib.suppress(RuntimeError, ValueError):
-        history_of(group).sum_messages(_message(size, device), group, "")
+        collectives.all_reduce_sum(_message(size, device), group)
 
 
 def _message(size: int, device: torch.device) -> Tensor:
@@ -436,7 +436,7 @@ def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
     """
     _look_back(group)
     record = history_of(group).record(layer, "double backward")
-    statistics = values.to(tensors.of_statistics(values.device)).to(torch.float64)
+    statistics = values.to(torch.float64)
     end = statistics.new_tensor([0.0, record.fingerprint, record.next_size, record.next_size**2])
     message = torch.cat([statistics, end])
     _enter(message, group, record)
@@ -444,7 +444,7 @@ def sum_values(values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
     unsound = judge(totals, group, record)
     if unsound is not None:
         totals = torch.where(unsound, torch.nan, totals)
-    return totals[:-4].to(values.dtype).to(values.device)
+    return totals[:-4].to(values.dtype)
 
 
 def each_rank(flag: bool, group: ProcessGroup, layer: Identity, device: torch.device) -> list[bool]:
@@ -459,8 +459,7 @@ def each_rank(flag: bool, group: ProcessGroup, layer: Identity, device: torch.de
     flags = [0.0] * group.size()
     flags[group.rank()] = float(flag)
     end = [0.0, record.fingerprint, record.next_size, record.next_size**2]
-    place = tensors.of_statistics(device)
-    message = torch.tensor([*flags, *end], dtype=torch.float64, device=place)
+    message = torch.tensor([*flags, *end], dtype=torch.float64, device=device)
     _enter(message, group, record)
     totals = judge_now(sum_over_ranks(message, group, record), group, record)
     return [value != 0 for value in totals[:-4].tolist()]
@@ -477,7 +476,7 @@ def sum_over_ranks(message: Tensor, group: ProcessGroup | None, record: Record |
         return message
     try:
         history = record.history
-        totals = history.sum_messages(message, group, record.label if history.labels else "")
+        totals = collectives.all_reduce_sum(message, group, record.label if history.labels else "")
     except (RuntimeError, ValueError) as error:
         raise errors.of_collective(error, group, record) from error
     history.hear(record, totals)

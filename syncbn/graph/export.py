@@ -99,8 +99,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels = input.size(1)
     output = torch.empty_like(tensors.as_dense(input))
-    place = tensors.of_statistics(input.device)
-    totals = input.new_empty(2 * channels + 1, dtype=torch.float64, device=place)
+    totals = input.new_empty(2 * channels + 1, dtype=torch.float64)
     mean, invstd = totals.new_empty(channels), totals.new_empty(channels)
     return output, totals, mean, invstd, totals.new_empty(1)
 
