@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from syncbn import _compat
-from syncbn.ops import _extension, epilogue, masks
+from syncbn.ops import _extension, epilogue, fallback, masks
 from syncbn.ops.arguments import Arguments, is_number
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -63,6 +63,7 @@ def check_before_operator(input: Tensor, arguments: Arguments) -> None:
         and input.numel() != input.shape[1]
     ):
         check_training(input, arguments, alone=True)
+        fallback.check_device(input.device)
 
 
 def check_evaluation(input: Tensor, arguments: Arguments) -> None:
