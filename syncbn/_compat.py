@@ -23,7 +23,6 @@ __all__ = [
     "PRE_DISPATCH",
     "BatchNormBase",
     "FakeTensor",
-    "all_gather",
     "all_reduce",
     "allows_mutation_of_saved",
     "apply_function",
@@ -206,15 +205,8 @@ def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
     return started
 
 
-def all_gather(tensor: Tensor, num_ranks: int, group_name: str) -> Tensor:
-    """Start to gather a vector of each rank of a group, by an operator that graphs keep."""
-    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
-    started: Tensor = gather(tensor, num_ranks, group_name)
-    return started
-
-
 def wait(started: Tensor) -> Tensor:
-    """Wait for what :func:`all_reduce` or :func:`all_gather` has started, likewise."""
+    """Wait for the sum that :func:`all_reduce` has started, by an operator that graphs keep."""
     summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
     return summed
 

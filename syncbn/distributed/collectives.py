@@ -1,11 +1,9 @@
 """Process groups and the all-reduce: the only file that calls torch.distributed's functions.
 
-A forward or backward pass makes one call of :func:`all_reduce_sum`, or two: see agreement.py. In a
-group whose only devices have no float64, it is :func:`all_gather_sum`.
+A forward or backward pass calls :func:`all_reduce_sum` once, or twice where the size of its message
+changes: see protocol.py.
 """
 
-from collections.abc import Callable
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -14,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncbn import _compat
-from syncbn.ops import tensors
 
 __all__ = [
     "DeviceMesh",
@@ -23,11 +20,9 @@ __all__ = [
     "Store",
     "Work",
     "adds_up",
-    "all_gather_sum",
     "all_reduce_sum",
     "are_equal",
     "checked_group",
-    "count_operations",
     "cuda_backend",
     "destroyed",
     "gather",
@@ -43,7 +38,6 @@ __all__ = [
     "resolve_group",
     "start_sum",
     "store_of",
-    "sum_function",
     "world",
 ]
 
@@ -61,9 +55,6 @@ if TYPE_CHECKING or _AVAILABLE:
     )
 else:
     DeviceMesh = ProcessGroup = Store = Work = Any
-
-# all_reduce_sum or all_gather_sum: of a message, a group and a label.
-Sum = Callable[[Tensor, ProcessGroup, str], Tensor]
 
 # Returned by torch.distributed.new_group on a rank that is not a member.
 _NON_MEMBER = -100
@@ -260,28 +251,6 @@ def likely_device(group: ProcessGroup, own: torch.device | None = None) -> torch
     return torch.device("cpu")
 
 
-def _gathers(group: ProcessGroup) -> bool:
-    """Whether messages are on the CPU and the group only has backends for other devices."""
-    is_remote = "cpu" not in _compat.device_types(group)
-    return is_remote and not tensors.has_float64(likely_device(group))
-
-
-def sum_function(group: ProcessGroup) -> Sum:
-    """Return the function that sums the group's messages."""
-    return all_gather_sum if _gathers(group) else all_reduce_sum
-
-
-def count_operations(group: ProcessGroup, device: torch.device) -> int:
-    """Return how many operations the backend has counted that messages on the device go through.
-
-    Raises:
-        RuntimeError: The backend does not count them.
-    """
-    if _gathers(group):
-        device = likely_device(group)
-    return _compat.count_operations(group, device)
-
-
 # Torch 2.15 refuses to compile code that looks at a group's backends.
 @_compat.uncompiled
 def cuda_backend(group: ProcessGroup) -> str:
@@ -295,12 +264,11 @@ def cuda_backend(group: ProcessGroup) -> str:
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:
     """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten.
 
-    Profiles, torch's flight recorder and stacks show the collective under the label, if any.
+    Profiles show the collective under the label, if any.
     """
     if label:
         with torch.profiler.record_function(label):
-            total: Tensor = _named(label, all_reduce_sum)(tensor, group, "")
-            return total
+            return all_reduce_sum(tensor, group)
     # A dispatch mode, such as selective checkpointing's, may keep an operator's result for later.
     if _compat.num_dispatch_modes() > 0 and name_of(group):
         return _compat.wait(_compat.all_reduce(tensor, group.group_name))
@@ -308,44 +276,9 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tens
     return tensor
 
 
-def all_gather_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:
-    """Do as :func:`all_reduce_sum` with float64 on the CPU, by a backend for another device.
-
-    That device has no float64: what it moves are the bits, as int32, and the values of all ranks
-    are added up on the CPU, in the order of the ranks, so that all of them get the same.
-    """
-    if label:
-        with torch.profiler.record_function(label):
-            total: Tensor = _named(label, all_gather_sum)(tensor, group, "")
-            return total
-    bits = _bits(tensor, group)
-    if _compat.num_dispatch_modes() > 0 and name_of(group):
-        started = _compat.all_gather(bits, group.size(), group.group_name)
-        gathered = _compat.wait(started)
-    else:
-        gathered = bits.new_empty(group.size() * bits.numel())
-        dist.all_gather_into_tensor(gathered, bits, group=group)
-    ranks = gathered.cpu().view(torch.float64).view(group.size(), -1)
-    total = ranks[0].clone()
-    for values in ranks[1:]:
-        total += values
-    return total
-
-
-def _bits(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    return tensor.view(torch.int32).to(likely_device(group))
-
-
 def start_sum(tensor: Tensor, group: ProcessGroup) -> Work | None:
     """Start to take part in a sum, whose result is not needed; return what can be waited for."""
-    work: Work | None
-    if _gathers(group):
-        bits = _bits(tensor, group)
-        gathered = bits.new_empty(group.size() * bits.numel())
-        work = dist.all_gather_into_tensor(gathered, bits, group=group, async_op=True)
-    else:
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-    return work
+    return dist.all_reduce(tensor, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 def are_equal(digests: list[tuple[ProcessGroup, bytes]]) -> list[bool]:
@@ -373,8 +306,3 @@ def gather(value: Any, group: ProcessGroup) -> list[Any]:
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def _named(name: str, function: Any) -> Any:
-    """Return the function under another name: a stack is all of ours that the recorder keeps."""
-    return FunctionType(function.__code__.replace(co_name=name), function.__globals__)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn.ops import checks, tensors
+from syncbn.ops import checks
 from syncbn.ops.arguments import Arguments
 
 __all__ = ["batch_norm", "evaluate", "train"]
@@ -26,7 +26,7 @@ def train(input: Tensor, arguments: Arguments) -> Tensor:
     if counter is not None:
         counter.add_(1)
         if momentum is None:
-            share = 1 / counter.to(tensors.widest(counter.device))
+            share = 1 / counter.to(torch.float64)
     running_mean, running_var = arguments.running_mean, arguments.running_var
     own = _in_torchs_dtypes(input, arguments)
     if running_mean is None or running_var is None:
@@ -39,7 +39,7 @@ def train(input: Tensor, arguments: Arguments) -> Tensor:
     of_batch = own._replace(running_mean=mean, running_var=var, momentum=1.0)
     output = batch_norm(input, of_batch, training=True)
     for running, batch in ((running_mean, mean), (running_var, var)):
-        old = running.to(tensors.widest(running.device))
+        old = running.to(torch.float64)
         running.copy_(old + (batch.to(old.dtype) - old) * share)
     return output
 

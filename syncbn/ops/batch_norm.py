@@ -36,27 +36,11 @@ __all__ = [
 
 
 def _check_devices(input: Tensor, vectors: list[Tensor | None], *statistics: Tensor | None) -> None:
-    """Raise RuntimeError where one tensor on the meta device has brought the others along.
-
-    ``statistics`` are float64, and so on the CPU where the input's device has no float64.
-    """
-    listed = [(tensor, input.device) for tensor in vectors]
-    listed += [(tensor, tensors.of_statistics(input.device)) for tensor in statistics]
-    found = {(str(tensor.device), str(place)) for tensor, place in listed if tensor is not None}
-    if any(device != place for device, place in found):
-        devices_found = sorted({str(input.device)} | {device for device, _ in found})
-        raise RuntimeError(f"syncbn: expected all tensors on one device, but got {devices_found}")
-
-
-def _new_statistics(input: Tensor, size: int) -> Tensor:
-    place = tensors.of_statistics(input.device)
-    return input.new_empty(size, dtype=torch.float64, device=place)
-
-
-def _new_gradient(input: Tensor, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.float64:
-        return _new_statistics(input, input.size(1))
-    return input.new_empty(input.size(1), dtype=dtype)
+    """Raise RuntimeError where one tensor on the meta device has brought the others along."""
+    others = [tensor for tensor in (*vectors, *statistics) if tensor is not None]
+    devices = {str(tensor.device) for tensor in (input, *others)}
+    if len(devices) > 1:
+        raise RuntimeError(f"syncbn: expected all tensors on one device, but got {sorted(devices)}")
 
 
 @torch.library.register_fake("syncbn::batch_norm_stats")
@@ -68,7 +52,7 @@ def _(
 ) -> Tensor:
     _check_devices(input, [mask])
     size = 2 * input.size(1) + (1 if fingerprint is None else 4)
-    return _new_statistics(input, size)
+    return input.new_empty(size, dtype=torch.float64)
 
 
 @torch.library.register_fake("syncbn::batch_norm_apply")
@@ -120,8 +104,8 @@ def _(
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels + (0 if fingerprint is None else 4)),
-        _new_gradient(input, weight_dtype),
-        _new_gradient(input, bias_dtype),
+        input.new_empty(channels, dtype=weight_dtype),
+        input.new_empty(channels, dtype=bias_dtype),
     )
 
 
@@ -146,8 +130,8 @@ def _(
     channels = input.size(1)
     return (
         mean.new_empty(2 * channels + (0 if fingerprint is None else 4)),
-        _new_gradient(input, weight_dtype),
-        _new_gradient(input, bias_dtype),
+        input.new_empty(channels, dtype=weight_dtype),
+        input.new_empty(channels, dtype=bias_dtype),
         torch.empty_like(input),
     )
 
@@ -190,8 +174,10 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     vectors = [weight, bias, running_mean, running_var, num_batches_tracked, residual, mask]
     _check_devices(input, vectors, constants)
-    mean, invstd = (_new_statistics(input, input.size(1)) for _ in range(2))
-    return torch.empty_like(input), mean, invstd, _new_statistics(input, 1)
+    mean, invstd, count = (
+        input.new_empty(size, dtype=torch.float64) for size in (input.size(1), input.size(1), 1)
+    )
+    return torch.empty_like(input), mean, invstd, count
 
 
 @torch.library.register_fake("syncbn::batch_norm_backward")
@@ -210,7 +196,9 @@ def _(
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _check_devices(input, [grad_output, weight, mask], mean, invstd, count, constants)
-    grad_weight, grad_bias = (_new_gradient(input, dtype) for dtype in (weight_dtype, bias_dtype))
+    grad_weight, grad_bias = (
+        input.new_empty(input.size(1), dtype=dtype) for dtype in (weight_dtype, bias_dtype)
+    )
     return torch.empty_like(input), grad_weight, grad_bias
 
 

@@ -6,8 +6,7 @@ never require a gradient.
 
 Values are computed in float32, those of float64 inputs in float64, by the formulas of
 csrc/common/formulas.h. What is summed over the batch are deviations from a center next to the mean:
-a mean far from zero costs no accuracy. Statistics, one for each channel, are float64: on the device
-or, where it has no float64, on the CPU.
+a mean far from zero costs no accuracy. Statistics, one for each channel, are float64.
 
 On CUDA devices (ROCm's are called so) nothing waits for the device. On others a pass waits once, to
 raise at once what is wrong.
@@ -21,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from syncbn import _compat
 from syncbn.ops import _extension, tensors
 
-__all__ = ["ONE_VALUE", "OPERATORS", "multiply_add"]
+__all__ = ["ONE_VALUE", "OPERATORS", "check_device", "multiply_add"]
 
 
 _RELU, _LEAKY_RELU = 1, 2  # csrc/common/activations.h
@@ -34,62 +34,65 @@ _LARGEST_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 # csrc/common/checks.h
 ONE_VALUE = "Expected more than 1 value per channel when training, got 1 in the whole batch"
 
-_announced = False
 
+@functools.cache
+def check_device(device: torch.device) -> None:
+    """Warn once that a device has no operators.
 
-def _announce(device: torch.device) -> None:
-    """Say once in a process that a device has no operators."""
-    global _announced
-    if _announced:
+    Raises:
+        NotImplementedError: It has no float64.
+    """
+    if tensors.has_operators(device):
         return
-    _announced = True
+    if not _has_float64(device):
+        raise NotImplementedError(
+            "expected a device with float64, in which statistics are computed, but got "
+            f"{str(device)!r}; move the model to a CPU or CUDA device, or train torch's own layers "
+            "there: syncbn.revert_sync_batchnorm(model)"
+        )
     reason = f" ({_extension.cuda_missing})" if device.type == "cuda" else ""
-    where = "" if tensors.has_float64(device) else ", its statistics on the CPU, in float64"
     warnings.warn(
         f"syncbn has no operators for {device.type!r} tensors in this build{reason}: SyncBatchNorm "
-        f"trains there by torch's expressions, which takes more time and memory{where}. Where that "
-        "matters use a device with operators, which `python -m syncbn.collect_env` lists; said "
-        "once in a process",
+        "trains there by torch's expressions, which takes more time and memory. If that matters, "
+        "use a device with operators: `python -m syncbn.collect_env` lists them. This warning "
+        "comes once for each device",
         stacklevel=2,
     )
 
 
-# Between the device of a batch and the place of its statistics. A dtype changes where float64 is.
-
-
-def _to_statistics(values: Tensor, device: torch.device) -> Tensor:
-    return values.to(device).to(torch.float64)
+def _has_float64(device: torch.device) -> bool:
+    """Whether the device computes in float64; some raise, and some compute in float32 instead."""
+    # Known, and not tried: while a CUDA graph is captured the host must not wait for the device.
+    if device.type in ("cpu", "cuda"):
+        return True
+    with _compat.without_dispatch_modes():
+        try:
+            one = torch.ones(1, dtype=torch.float64, device=device)
+            return (one + 2.0**-40).item() != 1
+        except (RuntimeError, TypeError):
+            return False
 
 
 def _to_batch(statistics: list[Tensor], batch: Tensor) -> tuple[Tensor, ...]:
     """Return values [C] to be combined with the batch, in the dtype that it is computed in."""
-    values = torch.stack(statistics).to(tensors.compute_dtype(batch)).to(batch.device)
+    values = torch.stack(statistics).to(tensors.compute_dtype(batch))
     return tuple(tensors.per_channel(value, batch) for value in values)
 
 
 def _vector(vector: Tensor | None, if_none: float, like: Tensor) -> Tensor:
-    """Return a weight or bias as statistics, those of ``like``."""
-    return torch.full_like(like, if_none) if vector is None else _to_statistics(vector, like.device)
-
-
-def _gradient(values: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the gradient of a parameter; in float64, which no parameter there has, where it is."""
-    values = tensors.cast(values, dtype)
-    fits = dtype != torch.float64 or tensors.has_float64(device)
-    return (values.to(device) if fits else values).clone()
+    """Return a weight or bias in float64."""
+    return torch.full_like(like, if_none) if vector is None else vector.to(torch.float64)
 
 
 def _center(mean: Tensor, batch: Tensor) -> Tensor:
-    """Return the mean, rounded to the type that the batch is computed in, as statistics."""
+    """Return the mean, rounded to the dtype that the batch is computed in, in float64."""
     return mean.to(tensors.compute_dtype(batch)).to(torch.float64)
 
 
-def _sums(batch: Tensor, *terms: Tensor) -> tuple[Tensor, ...]:
-    """Return the sums of terms of the batch's shape, for each channel, as statistics."""
-    dims = [dim for dim in range(batch.dim()) if dim != 1]
-    dtype = tensors.widest(batch.device)
-    sums = torch.stack([term.sum(dims, dtype=dtype) for term in terms])
-    return _to_statistics(sums, tensors.of_statistics(batch.device)).unbind()
+def _sums(*terms: Tensor) -> list[Tensor]:
+    """Return the sums of terms of the batch's shape, for each channel, in float64."""
+    dims = [dim for dim in range(terms[0].dim()) if dim != 1]
+    return [term.sum(dims, dtype=torch.float64) for term in terms]
 
 
 def _end(like: Tensor, *numbers: float) -> list[Tensor]:
@@ -102,20 +105,19 @@ def batch_norm_stats(
     input: Tensor, fingerprint: float | None = None, next_size: float = 0.0
 ) -> Tensor:
     """Compute this rank's message."""
-    _announce(input.device)
+    check_device(input.device)
     channels = input.size(1)
     count = input.numel() // channels
     if count == 0:
-        place = tensors.of_statistics(input.device)
-        sums = squares = torch.zeros(channels, dtype=torch.float64, device=place)
+        sums = squares = input.new_zeros(channels, dtype=torch.float64)
     else:
         x = tensors.cast(input, tensors.compute_dtype(input))
         dims = [dim for dim in range(x.dim()) if dim != 1]
         center = x.mean(dims, keepdim=True)
         deviation = x - center
-        sum_of_deviations, m2 = _sums(x, deviation, deviation.square())
+        sum_of_deviations, m2 = _sums(deviation, deviation.square())
         rest = sum_of_deviations / count
-        mean = _to_statistics(center.flatten(), rest.device) + rest
+        mean = center.flatten().to(torch.float64) + rest
         m2 = (m2 - sum_of_deviations * rest).clamp(min=0)
         # csrc/common/message.h: the squares are about the mean that will be read from the sums.
         sums = mean * count
@@ -161,7 +163,7 @@ def _update(
     running: Tensor, batch: Tensor, factor: float | Tensor, sound: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the old and the new values of running statistics; add to ``sound`` where they fit."""
-    old = _to_statistics(running, batch.device)
+    old = running.to(torch.float64)
     new = (1 - factor) * old + factor * batch
     sound.append(new <= torch.finfo(running.dtype).max)
     return old, new
@@ -198,10 +200,10 @@ def batch_norm_apply(
     has_values = count > 0
     factor: float | Tensor = momentum or 0.0
     if num_batches_tracked is not None:
-        is_new = has_values.to(torch.int64).to(num_batches_tracked.device)
-        num_batches_tracked.data.add_(is_new.view_as(num_batches_tracked))
+        is_new = has_values.to(torch.int64).view_as(num_batches_tracked)
+        num_batches_tracked.data.add_(is_new)
         if momentum is None:
-            tracked = _to_statistics(num_batches_tracked, mean.device).view(1)
+            tracked = num_batches_tracked.to(torch.float64).view(1)
             factor = 1 / tracked.clamp(min=1)
     if running_mean is not None and running_var is not None:
         fits = [has_values]
@@ -342,14 +344,14 @@ def _reduce(
     center = _center(mean, input)
     (on_device,) = _to_batch([center], input)
     deviation = tensors.cast(input, on_device.dtype) - on_device
-    sum_dz, sum_products = _sums(input, dz, dz * deviation)
+    sum_dz, sum_products = _sums(dz, dz * deviation)
     # What rounding the center has left of the mean is made good for.
     sum_dz_xhat = (sum_products - (mean - center) * sum_dz) * invstd
     end = () if fingerprint is None else (0.0, fingerprint, next_size, next_size**2)
     return (
         torch.cat([sum_dz, sum_dz_xhat, *_end(sum_dz, *end)]),
-        _gradient(sum_dz_xhat, weight_dtype, input.device),
-        _gradient(sum_dz, bias_dtype, input.device),
+        sum_dz_xhat.to(weight_dtype, copy=True),
+        sum_dz.to(bias_dtype, copy=True),
     )
 
 

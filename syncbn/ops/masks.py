@@ -6,7 +6,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from syncbn.ops import tensors
+from syncbn.ops import fallback, tensors
 
 __all__ = ["as_places", "broadcasts", "clear", "clear_", "clear_given", "fill", "take_out_"]
 
@@ -58,25 +58,25 @@ def fill(input: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     """Return the input with a value of each channel, near its mean, at masked places; and those.
 
     The mean of the first value of each sample that counts: float64 [C], each a value of the input's
-    dtype, where :func:`syncbn.ops.tensors.of_statistics` has statistics.
+    dtype.
     """
+    fallback.check_device(input.device)
     num_samples, channels = input.shape[:2]
-    where = tensors.of_statistics(input.device)
     if input.numel() == 0:
-        return input, torch.zeros(channels, dtype=torch.float64, device=where)
+        return input, input.new_zeros(channels, dtype=torch.float64)
     values = input.reshape(num_samples, channels, -1)
     of_samples = places.reshape(num_samples, 1, -1)
     first = of_samples.byte().argmax(2, keepdim=True)
     counts = of_samples.any(2)
     found = values.gather(2, first.expand(-1, channels, -1)).squeeze(2)
-    found = torch.where(counts, found.to(tensors.widest(input.device)), 0.0)
+    found = torch.where(counts, found.to(torch.float64), 0.0)
     filling = (found.sum(0) / counts.sum().clamp(min=1)).to(input.dtype)
     filled = torch.where(places.unsqueeze(1), input, tensors.per_channel(filling, input))
-    return filled, filling.to(where).to(torch.float64)
+    return filled, filling.to(torch.float64)
 
 
 def take_out_(message: Tensor, filling: Tensor, places: Tensor) -> None:
     """Take what places were filled with out of a message of :func:`syncbn.ops.batch_norm_stats`."""
-    number = (places.numel() - places.sum()).to(message.device).to(torch.float64).view(1)
+    number = (places.numel() - places.sum()).to(torch.float64).view(1)
     filled = torch.cat([filling * number, filling.square() * number, number])
     message[: filled.size(0)] -= filled

@@ -1,8 +1,7 @@
 """The mathematics in plain differentiable PyTorch: slow, and right to any order of derivative.
 
-Computes in float64, or in float32 on a device without it, and uses no operator of ours. Tests and
-benchmarks compare with it, and :mod:`syncbn.functional` takes it where a backward pass is itself to
-be differentiated.
+Computes in float64 and uses no operator of ours. Tests and benchmarks compare with it, and
+:mod:`syncbn.functional` takes it where a backward pass is itself to be differentiated.
 
 Formulas: Ioffe and Szegedy, "Batch Normalization" (2015), with the sums taken over all ranks.
 """
@@ -26,7 +25,7 @@ def _normalize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return xhat, 1/std per channel, and the number of values per channel."""
     dims = [d for d in range(input.dim()) if d != 1]
-    x = input.to(tensors.widest(input.device))
+    x = input.to(torch.float64)
     local_count = x.new_full((1,), input.numel() / input.size(1))
     if mask is not None:
         x, local_count = masks.clear(x, mask), mask.sum(dtype=x.dtype).view(1)
@@ -60,7 +59,7 @@ def batch_norm(
             others are normalized to 0, to which the bias is added.
 
     Returns:
-        Shape of ``input``; float64, or float32 on a device without it.
+        Shape of ``input``, float64.
     """
     output, _, _ = _normalize(input, eps, total, mask)
     if weight is not None:
@@ -77,7 +76,7 @@ def normalize_again(input: Tensor, mean: Tensor, constants: Tensor) -> Tensor:
 
     Args:
         input: Shape (N, C, ...).
-        mean: float64 [C], on the CPU if the device has no float64, as ``constants``.
+        mean: float64 [C].
         constants: float64 [2C], of :func:`syncbn.ops.batch_norm.batch_norm_apply`.
 
     Returns:
@@ -85,8 +84,7 @@ def normalize_again(input: Tensor, mean: Tensor, constants: Tensor) -> Tensor:
     """
     dtype = tensors.compute_dtype(input)
     center, scale, shift = (
-        tensors.per_channel(values.to(dtype).to(input.device), input)
-        for values in (mean, *constants.chunk(2))
+        tensors.per_channel(values.to(dtype), input) for values in (mean, *constants.chunk(2))
     )
     if not tensors.has_operators(input.device):
         return fallback.multiply_add(input, center, scale, shift).to(input.dtype)
@@ -115,7 +113,7 @@ def batch_norm_backward(
 
     Returns:
         Gradients of input (its dtype and shape; of the sum over all ranks), of weight and of bias
-        ([C], in the dtype of :func:`batch_norm`; of this rank alone).
+        ([C], float64; of this rank alone).
     """
     xhat, invstd, count = _normalize(input, eps, total, mask)
     dims = [d for d in range(input.dim()) if d != 1]

@@ -1,7 +1,7 @@
 """The operators as torch's expressions, and layers on a device that has no others.
 
-The device is a stand-in, in a process of its own: with float64, or refusing it
-(tests/support/standin.py). tests/support/hidden.py runs other tests by the expressions.
+The device is a stand-in, in a process of its own (tests/support/standin.py).
+tests/support/hidden.py runs other tests by the expressions.
 """
 
 import copy
@@ -9,9 +9,11 @@ import os
 import subprocess
 import sys
 import warnings
+from unittest import mock
 
 import hidden
 import pytest
+import standin
 import torch
 from cases import DTYPES, EMPTY_SHAPES, OPS, arguments, layouts, make_input, operator
 from standin import SUPPORT
@@ -20,16 +22,14 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.utils.checkpoint import checkpoint
 
 from syncbn import SyncBatchNorm, check_synchronized, ops, recompute_statistics, sync_batch_norm
-from syncbn.ops import fallback, tensors
+from syncbn.ops import fallback
 from syncbn.ops.epilogue import NUMBERS
 
-DEVICES = ["standin-float64", "standin-float32"]
 
-
-@pytest.fixture(params=DEVICES)
-def device(request, ranks):
+@pytest.fixture
+def device(ranks):
     """A process whose default device has no operators."""
-    return ranks(1, "standin", request.param)
+    return ranks(1, "standin", "standin")
 
 
 # Both round to float32 (float64 to itself) a handful of times, and sums of some hundred values.
@@ -46,42 +46,29 @@ def run_operator(rank, world_size, name, shape, layout, dtype):
     """Return the results, and what was written, on the CPU and on the device."""
     with torch.device("cpu"):
         given = arguments(name, make_input(shape, layout, dtype))
-    statistics = tensors.of_statistics(torch.device("standin"))
-    schema = operator(name)._schema.arguments
-    of_statistics = ("totals", "mean", "invstd", "sums", "count", "constants")
-    moved = [
-        value.to(statistics if argument.name in of_statistics else "standin", copy=True)
-        if isinstance(value, torch.Tensor)
-        else value
-        for argument, value in zip(schema, given, strict=False)
-    ]
+    moved = [v.to("standin", copy=True) if isinstance(v, torch.Tensor) else v for v in given]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the tail
+        warnings.simplefilter("ignore")  # that the device has no operators
         results = [operator(name)(*values) for values in (given, moved)]
     outputs = [[r] if isinstance(r, torch.Tensor) else list(r) for r in results]
     for values, output in zip((given, moved), outputs, strict=True):
         output += [value for value in values if isinstance(value, torch.Tensor)]
     expected, actual = outputs
     for a, b in zip(actual, expected, strict=True):
-        assert a.dtype == b.dtype and a.stride() == b.stride()
-        assert a.device.type == "standin" or (a.dtype == torch.float64 and a.device == statistics)
+        assert a.dtype == b.dtype and a.stride() == b.stride() and a.device.type == "standin"
     return [t.cpu() for t in actual], expected
 
 
 SHAPES = [(7, 3), (5, 70), (3, 5, 6, 7), (4, 1, 9, 11), (2, 3, 4, 5, 6), *EMPTY_SHAPES]
 
 
-CASES = [(d, t) for d in DEVICES for t in DTYPES if (d, t) != (DEVICES[1], torch.float64)]
-
-
 @pytest.mark.any_torch
-@pytest.mark.parametrize(("device_kind", "dtype"), CASES)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPS)
-def test_operator_computes_what_that_of_the_cpu_does(ranks, device_kind, name, dtype):
-    process = ranks(1, "standin", device_kind)
+def test_operator_computes_what_that_of_the_cpu_does(device, name, dtype):
     for shape in SHAPES:
         for layout in layouts(shape):
-            ((actual, expected),) = process.run(run_operator, name, shape, layout, dtype)
+            ((actual, expected),) = device.run(run_operator, name, shape, layout, dtype)
             for a, b in zip(actual, expected, strict=True):
                 close(a, b, dtype)
 
@@ -165,11 +152,11 @@ def test_sums_that_are_not_sound_raise_in_the_operators_words():
         assert str(ours.value) == str(theirs.value)
 
 
+@pytest.mark.filterwarnings("ignore:syncbn has no operators")
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("activation", NUMBERS)
-def test_nothing_waits_for_a_cuda_device(activation, momentum, monkeypatch):
+def test_nothing_waits_for_a_cuda_device(activation, momentum):
     """Tensors without values would tell: FakeTensorMode raises where one is looked at."""
-    monkeypatch.setattr(fallback, "_announced", True)
     number = NUMBERS[activation]
     with FakeTensorMode():
         x, residual = (torch.empty(4, 3, 5, device="cuda") for _ in range(2))
@@ -290,49 +277,80 @@ def test_checkpoint_updates_once(device):
     torch.testing.assert_close(actual, expected)
 
 
+# Devices without float64.
+
+
+def without_float64(rank, world_size, case):
+    """Return the error of training, and what evaluation computes before and after it."""
+    torch._dynamo.reset()
+    x = make_input((4, 5, 3), "contiguous", torch.float32)
+    layer = SyncBatchNorm(5, activation="silu" if case == "activation" else None)
+    forward = layer
+    options = {"mask": torch.ones(4, 3, dtype=torch.bool)} if case == "mask" else {}
+    if case == "compiled":
+        forward = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    evaluated = layer.eval()(x).detach()
+    layer.train()
+    with standin.without_float64(), warnings.catch_warnings():
+        warnings.filterwarnings("error", "syncbn")  # no warning beside the error
+        with pytest.raises(NotImplementedError) as error:
+            forward(x, **options)
+        return str(error.value), evaluated, layer.eval()(x).detach()
+
+
+@pytest.mark.parametrize("case", ["plain", "activation", "mask", "compiled"])
+def test_device_without_float64_is_an_error_in_training_alone(device, case):
+    ((message, before, after),) = device.run(without_float64, case)
+    assert message == (
+        "expected a device with float64, in which statistics are computed, but got 'standin:0'; "
+        "move the model to a CPU or CUDA device, or train torch's own layers there: "
+        "syncbn.revert_sync_batchnorm(model)"
+    )
+    assert torch.equal(before, after)
+
+
+def float32_in_place_of_float64(rank, world_size):
+    def ones(*size, dtype, device):
+        return torch.full(size, 1.0, dtype=torch.float32, device=device)
+
+    with mock.patch.object(torch, "ones", ones), standin.without_float64():
+        return fallback._has_float64(torch.device("standin"))
+
+
+def test_device_that_computes_in_float32_instead_has_no_float64(device):
+    assert device.run(float32_in_place_of_float64) == [False]
+
+
 def refuse_float64(rank, world_size):
-    with pytest.raises(TypeError, match="does not support float64"):
-        torch.ones(3, dtype=torch.float64)
-    with pytest.raises(TypeError, match="does not support float64"):
-        torch.ones(3).to(torch.float64)
-    with pytest.raises(TypeError, match="does not support float64"):
-        torch.ones(3).sum(dtype=torch.float64)
-    with pytest.raises(TypeError, match="does not support float64"):
-        torch.ones(3, dtype=torch.float64, device="cpu").to("standin", torch.float32)
+    with standin.without_float64():
+        with pytest.raises(TypeError, match="does not support float64"):
+            torch.ones(3, dtype=torch.float64)
+        with pytest.raises(TypeError, match="does not support float64"):
+            torch.ones(3).to(torch.float64)
+        with pytest.raises(TypeError, match="does not support float64"):
+            torch.ones(3).sum(dtype=torch.float64)
+        with pytest.raises(TypeError, match="does not support float64"):
+            torch.ones(3, dtype=torch.float64, device="cpu").to("standin", torch.float32)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.ones(3) + torch.ones(3, device="cpu")
-    return tensors.has_float64(torch.device("standin"))
 
 
-def test_the_stand_in_itself(ranks):
-    assert ranks(1, "standin", "standin-float32").run(refuse_float64) == [False]
-
-
-def test_float64_that_is_float32_in_truth_is_none(monkeypatch):
-    monkeypatch.setattr(torch, "ones", lambda *size, dtype, device: torch.full(size, 1.0))
-    assert not tensors._try_float64(torch.device("cpu"))
-    monkeypatch.undo()
-    assert tensors._try_float64(torch.device("cpu"))
+def test_the_stand_in_itself(device):
+    device.run(refuse_float64)
 
 
 # Under torch.compile.
 
 
-def train_compiled(rank, world_size, fullgraph):
+def train_compiled(rank, world_size):
     torch._dynamo.reset()
     layer, other = (make_layer(None).to("standin") for _ in range(2))
     # Inductor generates code for devices that it knows.
-    compiled = torch.compile(other, backend="aot_eager", fullgraph=fullgraph)
-    words = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         expected = train(layer, "standin", torch.float32, "contiguous", False)
-        try:
-            actual = train_module(compiled, other)
-        except torch._dynamo.exc.Unsupported as error:
-            return None, None, str(error)
-        words = [str(warning.message) for warning in caught]
-    return actual, expected, " ".join(words)
+        return train_module(compiled, other), expected
 
 
 def train_module(compiled, layer):
@@ -343,26 +361,13 @@ def train_module(compiled, layer):
     return [t.cpu() for t in results]
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_in_one_graph_where_there_is_float64(ranks):
-    ((actual, expected, words),) = ranks(1, "standin", "standin-float64").run(train_compiled, True)
-    assert actual is not None, words
+def test_compiled_in_one_graph(device):
+    ((actual, expected),) = device.run(train_compiled)
     for a, b in zip(actual, expected, strict=True):
         close(a, b, torch.float32)
-    assert "uncompiled" not in words
 
 
-def test_uncompiled_where_there_is_none(ranks):
-    process = ranks(1, "standin", "standin-float32")
-    ((actual, expected, words),) = process.run(train_compiled, False)
-    for a, b in zip(actual, expected, strict=True):
-        close(a, b, torch.float32)
-    assert "runs uncompiled: its device has no float64" in words
-    ((_, _, words),) = process.run(train_compiled, True)
-    assert "its device has no float64" in words
-
-
-# The tail.
+# The warning.
 
 ANNOUNCED = """
 import sys, warnings
@@ -384,22 +389,19 @@ for warning in caught:
 
 
 @pytest.mark.any_torch
-@pytest.mark.parametrize(
-    ("kind", "device_type"), [("float64", "cpu"), ("float32", "standin"), ("", None)]
-)
-def test_one_word_in_a_process(kind, device_type):
+@pytest.mark.parametrize("is_hidden", [True, False])
+def test_one_warning_for_a_device(is_hidden):
     script = ANNOUNCED.format(support=str(SUPPORT))
-    environment = {**os.environ, hidden.VARIABLE: kind}
+    environment = {**os.environ, hidden.VARIABLE: "1" if is_hidden else ""}
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    if device_type is None:
+    if not is_hidden:
         assert lines == []
         return
     (line,) = lines
-    assert line.startswith(f"UserWarning syncbn has no operators for {device_type!r} tensors")
-    assert ("its statistics on the CPU, in float64" in line) == (kind == "float32")
+    assert line.startswith("UserWarning syncbn has no operators for 'cpu' tensors")
     assert "python -m syncbn.collect_env" in line
 
 

@@ -69,6 +69,20 @@ def run_separately(operands: Operands, activation: str | None) -> list[Tensor]:
     return [y.detach(), *gradients]
 
 
+def sum_errors(x: Tensor) -> dict[str, Tensor] | None:
+    """Return bounds of errors in CUDA's sums over a batch; None on the CPU, which sums in float64.
+
+    Within a thread and a block they are of float32, while torch's may be exact by chance. The sum
+    of n terms of random signs is about the root of n: 16 roundings of that, in a cascade of partial
+    sums.
+    """
+    if x.dtype == torch.float64 or not x.is_cuda:
+        return None
+    values = torch.tensor(x.numel() / x.size(1))
+    error = 8 * torch.finfo(torch.float32).eps * values.sqrt()
+    return {"grad_weight": error, "grad_bias": error}
+
+
 def assert_error_at_most_twice(
     ours: list[Tensor],
     theirs: list[Tensor],

@@ -7,9 +7,9 @@ case that hangs fails within a minute with each rank's stack; processes never ou
 They start at once, as forks of a process that has imported torch and done nothing else. On CUDA,
 and with an environment of their own, which torch reads as it is imported, they start from nothing.
 
-On "standin-float64" and "standin-float32" the default device is that of standin.py, with float64 or
-without. On CUDA a function finds its GPU as the default device. Ranks share GPUs where there are
-fewer, over NCCL as well: good for whether it works, useless for how fast.
+On "standin" the default device is that of standin.py. On CUDA a function finds its GPU as the
+default device. Ranks share GPUs where there are fewer, over NCCL as well: good for whether it
+works, useless for how fast.
 """
 
 import contextlib
@@ -86,7 +86,7 @@ class Ranks:
         self.folder.cleanup()
 
     def start(self) -> None:
-        if self.device.startswith("standin"):
+        if self.device == "standin":
             import standin
 
             standin.build()  # once, and not in the time of a case
@@ -209,9 +209,8 @@ def _serve(
 
     hidden.hide()
     torch.set_num_threads(1)
-    if device.startswith("standin"):
+    if device == "standin":
         standin.install()
-        standin.set_float64(device == "standin-float64")
         torch.set_default_device("standin")
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())

@@ -1,4 +1,4 @@
-"""A stand-in for devices that have no operators: the type "standin", with float64 or without.
+"""A stand-in for devices that have no operators: the type "standin".
 
 ``install()`` makes it a device of this process. Its memory is the host's and torch's CPU operators
 compute (standin.cpp); otherwise it is a device of its own, which refuses tensors of the CPU and,
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from emulated import compile_cxx, in_parallel
 from paths import ROOT
 
-from syncbn.ops import tensors
+from syncbn.ops import fallback
 
 SUPPORT = ROOT / "tests" / "support"
 SOURCES = [SUPPORT / "standin.cpp", SUPPORT / "standin_backend.cpp"]
@@ -86,13 +86,10 @@ def _module() -> Any:
 @contextlib.contextmanager
 def without_float64() -> Iterator[None]:
     """Refuse float64 on the device."""
-    set_float64(False)
+    torch.ops.standin.set_float64(False)
+    fallback.check_device.cache_clear()
     try:
         yield
     finally:
-        set_float64(True)
-
-
-def set_float64(supported: bool) -> None:
-    torch.ops.standin.set_float64(supported)
-    tensors._found.clear()  # what was found out of the device until now
+        torch.ops.standin.set_float64(True)
+        fallback.check_device.cache_clear()
