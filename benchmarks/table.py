@@ -35,9 +35,9 @@ ORIGIN = (
 )
 ON_CPU = (
     "Communication is excluded: `torch.nn.SyncBatchNorm` does not train on CPUs, so there is no "
-    "baseline; in one process it is the `BatchNorm` compared here. Tensors of `memory` are meant to "
-    "exceed the caches, tensors of `cache` to fit the last one; the small layer has almost nothing "
-    "to compute."
+    "baseline; in one process it is the `BatchNorm` compared here. Tensors of `memory` are meant "
+    "to exceed the caches, tensors of `cache` to fit the last one; the small layer has almost "
+    "nothing to compute."
 )
 OF_SWEEP = (
     "`sweep` is the geometric mean over shapes of {nets}; single shapes range from {low:.2f} to "
