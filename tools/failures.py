@@ -24,7 +24,7 @@ def table() -> str:
 
 def _row(fault: Any) -> str:
     alike = fault.that_rank is fault.others
-    that_rank = "as the others" if alike else fault.that_rank.words
+    that_rank = "same as the others" if alike else fault.that_rank.words
     return f"| {fault.what} | {that_rank} | {fault.others.words} | {fault.advice} |\n"
 
 
