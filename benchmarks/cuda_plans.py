@@ -1,9 +1,9 @@
 """A model of the CUDA kernels' times, from their plans: ``python -m benchmarks.cuda_plans``.
 
 It needs no GPU: a C++ compiler builds the plan of ``csrc/cuda/kernels/plan.h``, and a few constants
-of an H200 turn it into times. **It is a model.** It includes the number of blocks, the bytes and
-rounds of each block's loads, and the additions of the last block. It ignores cache contents,
-instructions, registers, and the addition of columns to channels inside a block.
+of an H200 turn it into times. **It is a model.** It knows how many blocks there are and what each
+of them reads, in how many turns, and what the last one has to add up; it knows nothing of
+what caches keep, of instructions and registers, and of columns that a block adds up to channels.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 # The order of csrc/common/dtype.h.
 PLAN_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-# --- Assumptions
+# --- What is assumed
 
 COPY_RATE = 4.3e12 / 132  # bytes per second read and written by a copy, per multiprocessor
 MOST_RATE = 2 * COPY_RATE  # the limit of one multiprocessor while others are idle
@@ -37,13 +37,13 @@ HIDDEN = 0.5  # share of a block's latencies hidden by the multiprocessor's othe
 
 
 class Kernel(NamedTuple):
-    """The memory traffic of a kernel."""
+    """What a kernel moves."""
 
     name: str
-    inputs: int  # tensors read
-    tensors: int  # tensors read or written
+    inputs: int  # tensors that it reads
+    tensors: int  # that it reads or writes
     reduces: bool
-    # Dependent loads of a channel's constants before the first value.
+    # Loads of a channel's constants, each after the one before, ahead of the first value.
     chain: int
 
 
@@ -66,12 +66,12 @@ class Plan(NamedTuple):
     channels: int  # per block
     tiles: int
     splits: int
-    loads: int  # vectors per tensor and thread
-    members: int  # threads per channel
-    readers: int  # threads of the last block that reduce a channel's partial sums
-    partial_loads: int  # in flight per reducing thread
-    in_flight: int  # vectors per thread, of all tensors
-    resident: int  # blocks per multiprocessor
+    loads: int  # vectors of each tensor that a thread loads
+    members: int  # threads that share a channel
+    readers: int  # threads of the last block that add up the partial sums of a channel
+    partial_loads: int  # that a reader has in flight
+    in_flight: int  # vectors of a thread, of all tensors
+    resident: int  # blocks of a multiprocessor
 
     @property
     def blocks(self) -> int:
@@ -92,7 +92,7 @@ class Plan(NamedTuple):
 
     @property
     def partial_turns(self) -> int:
-        """Rounds of a reducing thread's loads of partial sums."""
+        """Turns in which a reader loads partial sums."""
         return (
             math.ceil(self.splits / (self.readers * self.partial_loads)) if self.splits > 1 else 0
         )
