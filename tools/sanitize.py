@@ -106,7 +106,7 @@ def build(sanitizer: Sanitizer) -> None:
     if sanitizer.name == "thread":
         shutil.copy2(TESTS / "fork_join.cpp", folder / "csrc" / "cpu")
     compiler = folder / "g++"
-    # The last flags override those of setup.py.
+    # The last flags override setup.py's.
     compiler.write_text(f'#!/bin/sh\nexec g++ "$@" -O1 -g1 {sanitizer.flags}\n')
     compiler.chmod(0o755)
     env = {**os.environ, "CXX": str(compiler), "SYNCBN_CUDA": "0"}

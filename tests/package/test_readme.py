@@ -34,7 +34,7 @@ def blocks(language, document=README):
 
 
 def in_a_group(code):
-    """Destroys the group: gloo's threads can end a process that exits without this."""
+    """Return the code in a group. Without its end, gloo's threads can crash an exiting process."""
     begin = "import torch\ntorch.distributed.init_process_group('gloo')\n"
     return f"{begin}{code}\ntorch.distributed.destroy_process_group()\n"
 
