@@ -1,4 +1,4 @@
-"""The command line of the benchmarks. Each command imports what it needs: two need only Python."""
+"""The command line of the benchmarks. Imports are local: two commands need only Python."""
 
 import argparse
 import sys
@@ -31,7 +31,7 @@ def table(args: argparse.Namespace) -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
-    """Print what became slower, and exit with 1 if something did."""
+    """Print the regressions; exit with 1 if there are any."""
     from benchmarks.compare import regressions
 
     found = regressions(read(args.old), read(args.new), args.tolerance)
@@ -40,7 +40,7 @@ def compare(args: argparse.Namespace) -> None:
 
 
 def plot(args: argparse.Namespace) -> None:
-    """Draw a file of results again."""
+    """Redraw a file of results."""
     from benchmarks.plot import draw
 
     print(draw(args.results))
@@ -58,7 +58,9 @@ def main() -> None:
     length = command.add_mutually_exclusive_group()
     for name, text in {"quick": "a subset, in minutes", "tiny": "shows that it runs"}.items():
         length.add_argument(f"--{name}", dest="suite", action="store_const", const=name, help=text)
-    command.add_argument("--output", type=Path, help="a folder; of a subset: build/benchmarks")
+    command.add_argument(
+        "--output", type=Path, help="a folder; default for a subset: build/benchmarks"
+    )
 
     about = "write the README's table from results/*.csv"
     command = commands.add_parser("table", help=about, description=about)
@@ -66,7 +68,7 @@ def main() -> None:
     command.add_argument("--readme", type=Path, default=README)
     command.add_argument("--results", type=Path, default=RESULTS, help="the folder of the CSVs")
 
-    about = "say what became slower between two files of results of one device"
+    about = "print the regressions between two files of results of one device"
     command = commands.add_parser("compare", help=about, description=about)
     command.set_defaults(call=compare)
     command.add_argument("old", type=Path)

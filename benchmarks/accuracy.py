@@ -1,6 +1,7 @@
-"""Errors of our layer and of torch's against the same formulas in NumPy's longest float.
+"""Errors of our layer and torch's, compared with the same formulas in NumPy's longest float.
 
-That is 80 bits on x86-64; where it is float64, errors of float64 inputs mean nothing.
+The longest float has 80 bits on x86-64. Where it is float64, errors of float64 inputs are
+meaningless.
 """
 
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ def accuracy_rows(suite: Suite, device: torch.device) -> Iterator[Row]:
     for shape in suite.accuracy_shapes:
         for dtype in DTYPES:
             for ratio in suite.ratios:
-                # Beyond that, the dtype's rounding is larger than the values' spread.
+                # At larger ratios the dtype's rounding exceeds the spread of the values.
                 if ratio < 1 / torch.finfo(DTYPES[dtype]).eps:
                     yield from _rows(shape, dtype, ratio, suite.seeds, device)
 
@@ -81,12 +82,12 @@ def _train(variant: str, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor,
 
 
 def _wide(tensor: Tensor) -> Wide:
-    # Through float64, which holds every value of the smaller dtypes.
+    # float64 holds every value of the smaller dtypes.
     return tensor.double().cpu().numpy().astype(np.longdouble)
 
 
 def _exact(x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Wide, ...]:
-    """Return the four quantities of a training step, by the textbook."""
+    """Return the four quantities of a training step, by the textbook formulas."""
     wide, grad = _wide(x), _wide(dy)
     axes = tuple(axis for axis in range(x.dim()) if axis != 1)
     scale = _wide(weight).reshape((1, -1) + (1,) * (x.dim() - 2))

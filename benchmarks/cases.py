@@ -1,4 +1,4 @@
-"""Cases that CPUs and GPUs are timed on, and suites of different length."""
+"""Cases for timing CPUs and GPUs, and suites of different length."""
 
 import math
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Case:
     shape: tuple[int, ...]
     dtype: str
     layout: str
-    # Of a part of a net: the net as a case of its own, and how many such layers it has.
+    # For a part of a net: the whole net as a case, and the number of such layers in it.
     net: "Case | None" = None
     layers: int = 1
 
@@ -44,17 +44,17 @@ class Case:
 
 @dataclass(frozen=True)
 class Suite:
-    """All that one run measures, and for how long."""
+    """The cases and lengths of one run."""
 
     cases: tuple[Case, ...]
-    fused: tuple[Case, ...]  # of them, those that are measured with an activation
+    fused: tuple[Case, ...]  # the cases also measured with an activation
     repeats: int  # samples of each variant
-    sample_seconds: float  # at least, for each sample
-    worlds: tuple[int, ...]  # world sizes that collectives are counted for
+    sample_seconds: float  # the least for each sample
+    worlds: tuple[int, ...]  # world sizes for counting collectives
     accuracy_shapes: tuple[tuple[int, ...], ...]
-    ratios: tuple[float, ...]  # of mean to standard deviation
-    seeds: int  # inputs that errors are taken of
-    shapes_per_net: int = 0  # of nets that the CPU's layer is timed with
+    ratios: tuple[float, ...]  # mean / standard deviation
+    seeds: int  # inputs for measuring errors
+    shapes_per_net: int = 0  # for the sweep on a CPU
 
 
 def _grid(name: str, shape: tuple[int, ...], *dtypes: str) -> list[Case]:
@@ -62,7 +62,7 @@ def _grid(name: str, shape: tuple[int, ...], *dtypes: str) -> list[Case]:
     return [Case(name, shape, dtype, layout) for dtype in dtypes for layout in layouts]
 
 
-# The batch norm layers of ResNet-50 for images of 224x224: how many there are of each shape.
+# The batch norm layers of ResNet-50 for images of 224x224: number of layers, channels, map size.
 RESNET50 = (
     (1, 64, 112),
     (6, 64, 56),
@@ -82,7 +82,7 @@ RESNET50 = (
 def _net(
     name: str, shape: tuple[int, ...], parts: tuple[tuple[int, int, int], ...], *kind: str
 ) -> list[Case]:
-    """Return the layers of a net for images of ``shape``, of a kind: dtype and layout."""
+    """Return the layers of a net for images of ``shape``; ``kind`` is dtype and layout."""
     dtype, layout = kind
     net = Case(name, shape, dtype, layout)
     return [
@@ -92,12 +92,12 @@ def _net(
 
 
 def resnet50(images: int, *kind: str) -> list[Case]:
-    """Return the layers of ResNet-50, each shape once, of a dtype and layout."""
+    """Return the layers of ResNet-50, each shape once; ``kind`` is dtype and layout."""
     return _net(f"ResNet-50 x{images}", (images, 3, 224, 224), RESNET50, *kind)
 
 
-# Sizes are those of one tensor in float32. What fits no cache is bound by memory; a cache of the
-# last level holds the second kind; the third is bound by latency and by the host.
+# Sizes are of one tensor in float32. `memory` exceeds the caches and is bound by memory; `cache`
+# fits the last-level cache; the small cases are bound by latency and the host.
 _ALL = (
     *_grid("memory", (16, 64, 112, 112), *DTYPES),  # 51 MB
     *_grid("memory wide", (32, 256, 56, 56), "float32", "bfloat16"),  # 103 MB
@@ -139,7 +139,7 @@ SUITES = {
         seeds=1,
         shapes_per_net=2,
     ),
-    # Shows that everything runs, for tests: its times mean nothing.
+    # For tests that everything runs: its times are meaningless.
     "tiny": Suite(
         cases=(
             *_grid("tiny", (2, 3, 5, 7), "float32"),
@@ -156,8 +156,8 @@ SUITES = {
     ),
 }
 
-# Beside ResNet-50, small maps, which are bound by latency, and an odd number of channels, of which
-# channels-last tensors have no wide vectors; it is small, too: torch's kernels have few blocks.
+# In addition to ResNet-50: small maps, which are bound by latency, and an odd number of channels,
+# for which channels-last tensors have no wide vectors and torch's kernels have few blocks.
 _GPU_DTYPES = ("float32", "bfloat16", "float16")
 _GPU_SMALL = (
     *_grid("maps 7x7", (8, 512, 7, 7), *_GPU_DTYPES),
@@ -165,14 +165,14 @@ _GPU_SMALL = (
     *_grid("17 channels", (32, 17, 112, 112), *_GPU_DTYPES),
 )
 
-# Split planes, small maps in 16 bits, and the tiles of channels-last tensors.
+# These cover split planes, small maps in 16 bits, and tiles of channels-last tensors.
 _GPU_QUICK = (
     ("float32", "contiguous"),
     ("bfloat16", "contiguous"),
     ("bfloat16", "channels_last"),
 )
 
-# The largest tensors of ResNet-50, of 256 images.
+# The largest tensors of ResNet-50, for 256 images.
 _GPU_FUSED = tuple(
     case for dtype in ("float32", "bfloat16") for case in _grid("memory", (256, 256, 56, 56), dtype)
 )

@@ -1,4 +1,4 @@
-"""Times of a layer's forward collective by world size: one GPU, or one process, for each rank."""
+"""Times of a layer's forward collective by world size; each rank has a GPU or a process."""
 
 import functools
 import multiprocessing
@@ -16,13 +16,13 @@ from benchmarks.timer import Call, host_clock, interleave
 
 CHANNELS = (64, 256, 2048)
 ROUNDS = 15
-CALLS = 100  # in a row; the ranks need the same number
+CALLS = 100  # in a row, the same number on all ranks
 
 Samples = dict[tuple[int, int], dict[str, list[float]]]  # by world size and channels
 
 
 def _calls(channels: int, device: torch.device, group: Any) -> dict[str, Call]:
-    """Return ours, and that of torch.nn.SyncBatchNorm."""
+    """Return our collective and torch.nn.SyncBatchNorm's."""
     size = 2 * channels + 1
     sums = torch.zeros(2 * channels + 4, dtype=torch.float64, device=device)
     own = torch.zeros(size, device=device)
@@ -34,7 +34,7 @@ def _calls(channels: int, device: torch.device, group: Any) -> dict[str, Call]:
 
 
 def _seconds(device: torch.device, call: Call, calls: int) -> float:
-    """Return the time of one of ``CALLS`` for each of ``calls``, until the device has done them."""
+    """Return the time of one call, averaged over ``CALLS * calls``, up to the device's end."""
 
     def all_calls() -> None:
         for _ in range(CALLS * calls):
@@ -48,7 +48,7 @@ def _seconds(device: torch.device, call: Call, calls: int) -> float:
 def _measure(
     rank: int, worlds: Sequence[int], backend: str, device_type: str, store: str
 ) -> Samples:
-    """Measure on one rank of as many as the largest world has; a function of a spawned process."""
+    """Measure on one rank of the largest world; runs in a spawned process."""
     torch.set_num_threads(1)
     device = torch.device(f"cuda:{rank}" if device_type == "cuda" else device_type)
     if device.type == "cuda":
@@ -57,7 +57,7 @@ def _measure(
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=max(worlds))
     samples: Samples = {}
     for world in worlds:
-        # An int on ranks that are not members, which go no further with it.
+        # An int on ranks outside of the group, which skip it.
         group: Any = dist.new_group(list(range(world)))
         if rank >= world:
             continue
@@ -70,7 +70,7 @@ def _measure(
 
 
 def collective_rows(worlds: Sequence[int], backend: str, device_type: str) -> Iterator[Row]:
-    """Yield the times as rank 0 sees them."""
+    """Yield the times of rank 0."""
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(

@@ -1,6 +1,6 @@
-"""Comparison of two runs by the speed against torch's layer, which each measured itself.
+"""Compares two runs by their speed relative to torch's layer, measured in the same run.
 
-Not by times: those of two runs differ by what else the machine does.
+Absolute times of two runs differ by the load of the machine.
 """
 
 from benchmarks.rows import Row, where
@@ -9,7 +9,7 @@ RATIO = "torch/syncbn"
 
 
 def regressions(old: list[Row], new: list[Row], tolerance: float) -> list[str]:
-    """Return a line for each ratio that fell by more than ``tolerance``, a fraction of the old.
+    """Return a line for each ratio that fell by more than the fraction ``tolerance``.
 
     Raises:
         ValueError: The results are of different devices, or have no ratio in common.
@@ -26,5 +26,5 @@ def regressions(old: list[Row], new: list[Row], tolerance: float) -> list[str]:
     return [
         f"{' '.join(map(str, where(now)))}: {then.median:.2f} -> {now.median:.2f} times torch"
         for then, now in pairs
-        if not now.median >= then.median * (1 - tolerance)  # so that NaN is caught
+        if not now.median >= then.median * (1 - tolerance)  # also for NaN
     ]

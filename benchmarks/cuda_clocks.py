@@ -1,21 +1,21 @@
-"""Clocks of a GPU: seconds of its own, of a layer as it trains, and of the host that launches."""
+"""Clocks for GPUs: GPU time, time of an eager layer, and host time of the launches."""
 
 import torch
 
 from benchmarks.timer import Call, host_clock
 
-SLEEP_CYCLES_PER_SECOND = 2e9  # at least: of slower GPUs the sleep takes longer
-LAUNCHES_AHEAD = 400  # a stream takes about a thousand before the host has to wait
+SLEEP_CYCLES_PER_SECOND = 2e9  # at least; slower GPUs sleep longer
+LAUNCHES_AHEAD = 400  # a stream queues about a thousand before the host must wait
 
 
 def eager_clock(call: Call, calls: int) -> float:
-    """Return the seconds between the first call's begin and the last one's end on the GPU."""
+    """Return the seconds per call on the GPU, from the first call's begin to the last one's end."""
     torch.cuda.synchronize()
     return _elapsed(call, calls)
 
 
 def gpu_clock(call: Call, calls: int) -> float:
-    """Return the same without the host's: the GPU sleeps until all calls are launched."""
+    """Return the same without host time: the GPU sleeps until all calls are launched."""
     calls = min(calls, LAUNCHES_AHEAD)
     torch.cuda.synchronize()
     seconds = host_clock(call, calls)
@@ -25,7 +25,7 @@ def gpu_clock(call: Call, calls: int) -> float:
 
 
 def launch_clock(call: Call, calls: int) -> float:
-    """Return the seconds that the host takes, with nothing for the GPU to be late with."""
+    """Return the host's seconds per call, while the GPU is idle."""
     torch.cuda.synchronize()
     return host_clock(call, min(calls, LAUNCHES_AHEAD // 8))
 

@@ -1,8 +1,8 @@
-"""Layers that are compared on a GPU: both send their messages, although they are alone.
+"""The compared layers on a GPU: both send their messages in a group of one rank.
 
 ``syncbn`` is our layer and ``torch`` the kernels of torch.nn.SyncBatchNorm, both in an NCCL group
-of one rank. Alone neither would use the group; here its messages reach nobody: what other ranks add
-is measured where there are several GPUs, in collective_times.py.
+of one rank. Normally a single process skips the group; here both use it, without another rank.
+collective_times.py measures the cost of other ranks, on several GPUs.
 """
 
 from contextlib import AbstractContextManager
@@ -21,10 +21,10 @@ from syncbn.distributed import collectives
 
 
 class TorchLayer(nn.SyncBatchNorm):
-    """torch.nn.SyncBatchNorm that synchronizes in a group of one as well."""
+    """torch.nn.SyncBatchNorm that synchronizes in a group of one too."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Run what torch's layer runs when it trains in a larger group."""
+        """Run the training code of torch's layer for a larger group."""
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         buffers = (self.running_mean, self.running_var, self.eps, self.momentum)
@@ -42,7 +42,7 @@ def sending_alone() -> AbstractContextManager[object]:
 
 
 def make_layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
-    """Return our layer, torch's, and ours again."""
+    """Return our layer, torch's, and a second one of ours."""
     options: dict[str, Any] = {"device": device, "dtype": parameter_dtype(case)}
     return {
         "syncbn": syncbn.SyncBatchNorm(case.shape[1], **options),

@@ -1,4 +1,4 @@
-// The plan of the CUDA kernels for a tensor, for ctypes.
+// The CUDA kernels' plan for a tensor, for ctypes.
 
 #include <algorithm>
 #include <iterator>
@@ -8,8 +8,8 @@
 using namespace syncbn;
 using namespace syncbn::cuda;
 
-// Writes the fields of class Plan in cuda_plans.py; the tensor is aligned. Returns false where it
-// is neither contiguous nor channels-last.
+// Writes the fields of class Plan in cuda_plans.py for an aligned tensor. Returns false if the
+// tensor is neither contiguous nor channels-last.
 extern "C" bool find_plan(const int64_t* sizes, const int64_t* strides, int64_t dim, int dtype,
                           int multiprocessors, int64_t* fields) {
   const auto geometry = find_geometry(sizes, strides, dim);

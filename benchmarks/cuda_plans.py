@@ -21,19 +21,19 @@ import torch
 from benchmarks.cases import DTYPES, LAYOUTS, Case, resnet50
 
 SOURCE = Path(__file__).with_suffix(".cpp")
-# As in csrc/common/dtype.h.
+# The order of csrc/common/dtype.h.
 PLAN_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 # --- Assumptions
 
-COPY_RATE = 4.3e12 / 132  # bytes a second that a copy reads and writes, for each multiprocessor
-MOST_RATE = 2 * COPY_RATE  # of one multiprocessor whose neighbors are idle
-LAUNCH = 2.0e-6  # seconds from a launch to its first instruction, and from its last one to the end
+COPY_RATE = 4.3e12 / 132  # bytes per second read and written by a copy, per multiprocessor
+MOST_RATE = 2 * COPY_RATE  # the limit of one multiprocessor while others are idle
+LAUNCH = 2.0e-6  # seconds before a launch's first instruction plus after its last one
 MEMORY = 0.7e-6  # latency of a load from memory
 L2 = 0.3e-6  # latency of a load from the L2 cache
-STEP = 0.04e-6  # a step through shared memory: a store, a barrier, a load, an addition
-SIGNAL = 1.0e-6  # partial sums written, the fence and the counter
-HIDDEN = 0.5  # share of a block's latencies that the other block of its multiprocessor hides
+STEP = 0.04e-6  # store, barrier, load and addition in shared memory
+SIGNAL = 1.0e-6  # writing partial sums, the fence and the counter
+HIDDEN = 0.5  # share of a block's latencies hidden by the multiprocessor's other block
 
 
 class Kernel(NamedTuple):
@@ -56,14 +56,14 @@ KERNELS = (
 
 
 class Plan(NamedTuple):
-    """How a tensor is split over blocks and threads."""
+    """The split of a tensor over blocks and threads."""
 
     matrix: int
     vector: int
     aligned: int
     block_x: int
     block_y: int
-    channels: int  # of a block
+    channels: int  # per block
     tiles: int
     splits: int
     loads: int  # vectors of each tensor that a thread loads
@@ -80,12 +80,12 @@ class Plan(NamedTuple):
 
     @property
     def partial_bytes(self) -> int:
-        """Bytes of partial sums that the last block of a tile reads."""
+        """Bytes of partial sums read by the last block of a tile."""
         return 16 * self.channels * self.splits if self.splits > 1 else 0
 
     @property
     def last_steps(self) -> int:
-        """Steps of the last block, each after the one before: loads of partials, additions."""
+        """Sequential steps of the last block: loads of partial sums, additions."""
         if self.splits == 1:
             return 0
         return self.partial_turns + math.ceil(math.log2(self.reducing_threads))
@@ -125,14 +125,14 @@ def find_plan(library: ctypes.CDLL, case: Case, multiprocessors: int) -> Plan:
 
 
 def waves(plan: Plan, multiprocessors: int) -> list[int]:
-    """Return the blocks of each wave."""
+    """Return the number of blocks of each wave."""
     resident = plan.resident * multiprocessors
     whole, rest = divmod(plan.blocks, resident)
     return [resident] * whole + [rest] * (rest > 0)
 
 
 def kernel_seconds(kernel: Kernel, plan: Plan, case: Case, multiprocessors: int) -> float:
-    """Return the time of a kernel by the model."""
+    """Return the modeled time of a kernel."""
     of_block = kernel.tensors * case.num_bytes / plan.blocks
     turns = math.ceil(plan.loads / (plan.in_flight // kernel.inputs))
     latencies = MEMORY + kernel.chain * L2
@@ -152,7 +152,7 @@ def kernel_seconds(kernel: Kernel, plan: Plan, case: Case, multiprocessors: int)
 
 
 def copy_seconds(kernel: Kernel, case: Case, multiprocessors: int) -> float:
-    """Return the time of a copy that moves as many bytes."""
+    """Return the modeled time of a copy of as many bytes."""
     return LAUNCH + MEMORY + kernel.tensors * case.num_bytes / (multiprocessors * COPY_RATE)
 
 
@@ -206,7 +206,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         library = build(Path(folder))
-        print("A model, not a measurement. In parentheses: the share of a copy's speed.")
+        print("A model, not a measurement. In parentheses: speed relative to a copy.")
         for multiprocessors in args.multiprocessors:
             for images in args.images:
                 for dtype in args.dtypes:

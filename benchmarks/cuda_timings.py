@@ -1,9 +1,9 @@
 """Times of layers and operators on a GPU: ``python -m benchmarks.cuda_timings FILE.csv SUITE``.
 
-Layers are timed as they train, between two events: the GPU's time, or the host's where that is
-longer. Operators and copies are launched while the GPU still sleeps, so that it is theirs alone.
-Each call takes the next of several inputs and leaves its results in memory of their own, together
-at least four times the L2 cache, so that nothing is found there.
+Eager layers are timed between two events: GPU time, or host time if that is longer. Operators and
+copies are launched while the GPU sleeps, so their times are GPU time only. Each call uses the next
+of several inputs and keeps its results. Together these exceed four times the L2 cache, so that
+nothing is cached.
 
 Imports neither NumPy nor matplotlib, which a machine with a GPU may not have.
 """
@@ -39,19 +39,19 @@ from benchmarks.rows import Row, write
 from benchmarks.stamp import stamp
 from benchmarks.timer import Call, Clock, interleave
 
-Samples = dict[str, list[float]]  # seconds of each variant, round by round
+Samples = dict[str, list[float]]  # seconds by variant and round
 
 CUDA = torch.device("cuda")
 
 
 def num_buffers(case: Case) -> int:
-    """Return how many tensors are at least four times the L2 cache."""
+    """Return the number of tensors that exceeds four times the L2 cache."""
     l2: int = torch.cuda.get_device_properties(CUDA).L2_cache_size
     return 1 + 4 * l2 // case.num_bytes
 
 
 def keep_results(call: Call, number: int) -> Call:
-    """Return a call whose last results stay alive, so that the next ones get other memory."""
+    """Return a call that keeps its last results, so that the next ones use other memory."""
     kept: deque[object] = deque(maxlen=number)
 
     def kept_call() -> None:
@@ -85,7 +85,7 @@ def operator_samples(
 def _interleave(
     variants: dict[str, Call], turns: Iterator[Buffers], clock: Clock, suite: Suite, number: int
 ) -> Samples:
-    """Time variants by a clock, and the copy by the GPU's alone."""
+    """Time variants by a clock, and the copy by GPU time."""
     calls = {**variants, "copy": copy_call(turns)}
     calls = {name: keep_results(call, number) for name, call in calls.items()}
     clocks = {**dict.fromkeys(variants, clock), "copy": gpu_clock}
@@ -95,7 +95,7 @@ def _interleave(
 def case_rows(
     benchmark: str, case: Case, samples: dict[str, Samples], setting: Setting
 ) -> Iterator[Row]:
-    """Yield the rows of a case, with the copy scaled to as many bytes as are moved."""
+    """Yield the rows of a case, with the copy scaled to the same number of bytes."""
     passes = {**LAYER_PASSES, **OPERATOR_PASSES}
     for quantity, by_variant in samples.items():
         copy = [passes[quantity] / 2 * seconds for seconds in by_variant["copy"]]
@@ -105,7 +105,7 @@ def case_rows(
 
 
 def timing_rows(setting: Setting) -> Iterator[Row]:
-    """Time every case, and add up those that are parts of a net, which follow each other."""
+    """Time every case, and add up the consecutive parts of a net."""
     for net, cases in itertools.groupby(setting.suite.cases, key=lambda case: case.net):
         of_net: dict[str, dict[str, Samples]] = {"layer": {}, "operators": {}}
         for case in cases:
@@ -124,7 +124,7 @@ def timing_rows(setting: Setting) -> Iterator[Row]:
 
 
 def fused_rows(setting: Setting) -> Iterator[Row]:
-    """Time what follows a layer, in its own passes and as modules."""
+    """Time fused epilogues against separate modules."""
     for case in setting.suite.fused:
         number = num_buffers(case)
         turns = make_buffers(case, setting.device, number)
@@ -145,7 +145,7 @@ def add_samples(sums: dict[str, Samples], samples: dict[str, Samples], times: in
 
 
 def overhead_rows(setting: Setting) -> Iterator[Row]:
-    """Time what the host takes for a layer with next to nothing to compute."""
+    """Time the host for a layer with almost nothing to compute."""
     turns = make_buffers(OVERHEAD, setting.device)
     layers = make_layers(OVERHEAD, setting.device)
     for quantity in LAYER_PASSES:
@@ -158,7 +158,7 @@ def overhead_rows(setting: Setting) -> Iterator[Row]:
 
 
 def launch_rows(setting: Setting) -> Iterator[Row]:
-    """Count launches and waits of a layer, with those of its collectives.
+    """Count launches and waits of a layer and its collectives.
 
     Raises:
         RuntimeError: The profiler saw no kernels.
@@ -194,7 +194,7 @@ def main(path: str, suite_name: str) -> None:
     torch.cuda.set_device(0)
     store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs do not export it
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    # torch's allocator keeps the memory that was used; the host's threads have nothing to do.
+    # torch's allocator reuses memory; the host's threads are idle.
     setting = Setting(CUDA_SUITES[suite_name], CUDA, threads=1, allocator="tuned")
     with sending_alone():
         for rows in (overhead_rows, launch_rows, timing_rows, fused_rows):

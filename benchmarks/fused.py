@@ -1,4 +1,4 @@
-"""A layer with what follows it in its own passes, against the same as modules.
+"""A layer with a fused epilogue, compared with separate modules.
 
 ``separate`` is our layer, an addition in place and torch's activation in place, as nets have them;
 ``torch`` is the same behind torch's layer. An activation costs a fused layer no pass over memory.
@@ -18,22 +18,22 @@ from benchmarks.rows import Row
 from benchmarks.timer import Call
 
 QUANTITY = "forward+backward"
-# One tensor is read forward, one read and one written backward.
+# One read forward, one read and one write backward.
 ADDITION_PASSES = 3
 
 ACTIVATIONS = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "silu": nn.SiLU}
 
 
 class FusedCase(NamedTuple):
-    """A case, and what follows the layer."""
+    """A case with its epilogue."""
 
-    case: Case  # whose name says the rest
+    case: Case  # its name includes the epilogue
     activation: str
     residual: Tensor | None
 
 
 class Separate(nn.Module):
-    """A normalization, an addition and an activation, one after the other."""
+    """A normalization, an addition and an activation as separate modules."""
 
     def __init__(self, norm: nn.Module, activation: nn.Module) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def fused_calls(fused: FusedCase, theirs: nn.Module, turns: Iterator[Buffers]) -
 def timed_fused_rows(
     fused: FusedCase, samples: dict[str, list[float]], setting: Setting
 ) -> Iterator[Row]:
-    """Yield the rows of a case; of the samples, ``copy`` is of one tensor."""
+    """Yield the rows of a case; the sample ``copy`` is of one tensor."""
     passes = LAYER_PASSES[QUANTITY] + (0 if fused.residual is None else ADDITION_PASSES)
     copy = [passes / 2 * seconds for seconds in samples["copy"]]
     pairs = [("separate", "syncbn"), ("copy", "syncbn"), ("copy", "torch")]

@@ -1,4 +1,4 @@
-"""Launches of a call on the GPU, and its waits on the host, counted by torch's profiler."""
+"""Counts a call's GPU launches and host waits by torch's profiler."""
 
 import json
 import tempfile
@@ -16,16 +16,16 @@ class Launches(NamedTuple):
     """Names, in the order of the trace."""
 
     kernels: list[str]
-    copies: list[str]  # of memory, and settings of it
-    waits: list[str]  # calls of the CUDA runtime or driver that wait for the GPU
+    copies: list[str]  # memory copies and memsets
+    waits: list[str]  # CUDA runtime or driver calls that wait for the GPU
 
 
 def record_launches(call: Any) -> Launches:
-    """Return what ``call()`` launches; it should have run before, so that nothing is set up."""
+    """Return the launches of ``call()``; run it once before, so that setup is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-        # Without acc_events it warns that a second cycle, which there is not, would clear them.
+        # Without acc_events the profiler warns about a second cycle, which does not exist.
         with profile(activities=activities, acc_events=True) as profiler:
             with record_function(_RANGE):
                 call()
@@ -35,7 +35,7 @@ def record_launches(call: Any) -> Launches:
 
 
 def read_launches(events: Iterable[Mapping[str, Any]]) -> Launches:
-    """Read them off the events of a trace.
+    """Return the launches in the events of a trace.
 
     Raises:
         ValueError: The trace does not show the call.

@@ -1,11 +1,11 @@
-"""Times of the layer, of the four operators and of a tiny layer, against torch and copying.
+"""Times of the layer, the four operators and a tiny layer, compared with torch and copying.
 
-A pass over memory is one tensor read or written. Fused batch normalization cannot do with less
-than 3 passes forward and 5 backward; copying a tensor is 2, so that the time of a copy says what
-the same passes would take at full bandwidth. On CPUs some do better: an ordinary store reads the
-memory that it overwrites, which is a pass that nobody counts, and a store past the caches does not.
+A pass over memory is one tensor read or written. Fused batch normalization needs at least 3 passes
+forward and 5 backward; copying a tensor is 2 passes, so the time of a copy gives the time of these
+passes at full bandwidth. On CPUs some cases are faster: an ordinary store also reads the memory
+that it overwrites, an uncounted pass; a store past the caches does not.
 
-The layer is alone in its group: what it costs to talk to other ranks is in scaling.py.
+The layer is the only rank of its group; scaling.py has the cost of communication.
 """
 
 import itertools
@@ -30,7 +30,7 @@ OPERATOR_PASSES = {
 }
 
 
-# Next to nothing to compute.
+# Almost nothing to compute.
 OVERHEAD = Case("overhead", (8, 16, 4, 4), "float32", "contiguous")
 
 
@@ -44,7 +44,7 @@ class Buffers(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """How a case is measured."""
+    """The conditions of a measurement."""
 
     suite: Suite
     device: torch.device
@@ -53,9 +53,9 @@ class Setting(NamedTuple):
 
 
 def make_buffers(case: Case, device: torch.device, number: int = 1) -> Iterator[Buffers]:
-    """Return an endless sequence of so many buffers, taken in turn.
+    """Return an endless cycle of ``number`` buffers.
 
-    With one, small tensors stay in the caches, as they do in a net.
+    With one buffer, small tensors stay in the caches, as in a net.
     """
     buffers = []
     for seed in range(number):
@@ -65,7 +65,7 @@ def make_buffers(case: Case, device: torch.device, number: int = 1) -> Iterator[
 
 
 def layer_rows(case: Case, setting: Setting) -> Iterator[Row]:
-    """Time forward, and forward with backward, of our layer (twice), torch's and the copy."""
+    """Time forward, and forward with backward: our layer (twice), torch's, and a copy."""
     layers = make_layers(case, setting.device)
     turns = make_buffers(case, setting.device)
     for quantity, passes in LAYER_PASSES.items():
@@ -79,7 +79,7 @@ def layer_rows(case: Case, setting: Setting) -> Iterator[Row]:
 
 
 def overhead_rows(setting: Setting) -> Iterator[Row]:
-    """Time what the host takes for a training step of a layer."""
+    """Time the host for a training step of a layer."""
     case = OVERHEAD
     turns = make_buffers(case, setting.device)
     layers = make_layers(case, setting.device)
@@ -89,7 +89,7 @@ def overhead_rows(setting: Setting) -> Iterator[Row]:
 
 
 def operator_rows(case: Case, setting: Setting) -> Iterator[Row]:
-    """Time each operator and the copy of as many bytes as it moves."""
+    """Time each operator, and a copy of as many bytes."""
     turns = make_buffers(case, setting.device)
     calls = operator_calls(case, setting.device, turns)
     samples = time_variants({**calls, "copy": copy_call(turns)}, setting)
@@ -100,12 +100,12 @@ def operator_rows(case: Case, setting: Setting) -> Iterator[Row]:
 
 
 def parameter_dtype(case: Case) -> torch.dtype:
-    """As in mixed precision: float32 with inputs of 16 bits."""
+    """Return the dtype of parameters, as in mixed precision: float32 for 16-bit inputs."""
     return torch.float64 if case.dtype == "float64" else torch.float32
 
 
 def make_layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
-    """Return our layer, torch's that is not synchronized, and ours again."""
+    """Return our layer, torch's unsynchronized layer, and a second one of ours."""
     channels = case.shape[1]
     dtype = parameter_dtype(case)
     theirs = nn.BatchNorm2d if len(case.shape) == 4 else nn.BatchNorm1d
@@ -117,7 +117,7 @@ def make_layers(case: Case, device: torch.device) -> dict[str, nn.Module]:
 
 
 def step_call(layer: nn.Module, turns: Iterator[Buffers], backward: bool) -> Call:
-    """Return a training step, or its forward pass alone."""
+    """Return a training step, or only its forward pass."""
     parameters = list(layer.parameters())
 
     def forward() -> Tensor:
@@ -126,14 +126,14 @@ def step_call(layer: nn.Module, turns: Iterator[Buffers], backward: bool) -> Cal
 
     def both() -> tuple[Tensor, ...]:
         buffers = next(turns)
-        # Not backward(), which would add to last step's gradients: more passes.
+        # backward() would add to the last step's gradients, in additional passes.
         return torch.autograd.grad(layer(buffers.leaf), [buffers.leaf, *parameters], buffers.dy)
 
     return both if backward else forward
 
 
 def copy_call(turns: Iterator[Buffers]) -> Call:
-    """Return the copy of a tensor into memory that is there."""
+    """Return a copy of a tensor into allocated memory."""
 
     def copy() -> Tensor:
         buffers = next(turns)
@@ -171,7 +171,7 @@ def operator_calls(case: Case, device: torch.device, turns: Iterator[Buffers]) -
 
 
 def time_variants(variants: dict[str, Call], setting: Setting) -> dict[str, list[float]]:
-    """Return the seconds of each variant, round by round."""
+    """Return the seconds by variant and round."""
     clocks = dict.fromkeys(variants, host_clock)
     return interleave(variants, clocks, setting.suite.repeats, setting.suite.sample_seconds)
 
@@ -184,7 +184,7 @@ def timed_rows(
     setting: Setting,
     pairs: list[tuple[str, str]],
 ) -> Iterator[Row]:
-    """Yield the time of each variant in us, and the ratios of ``pairs``, torch and what repeats."""
+    """Yield each variant's time in us, and the ratios of ``pairs``, torch and the repetition."""
     against_syncbn = [name for name in ("torch", "syncbn again") if name in samples]
     pairs = [*pairs, *((name, "syncbn") for name in against_syncbn)]
     measured = [

@@ -1,8 +1,8 @@
-"""Masked layers beside ones without a mask: ``OMP_NUM_THREADS=1 python -m benchmarks.masks``.
+"""Compares layers with and without masks: ``OMP_NUM_THREADS=1 python -m benchmarks.masks``.
 
-``filled`` is what devices do whose operators take no mask: masked places are filled before sums, by
-torch's operators, and set to zero behind outputs. Half of the places are masked: those at the end
-of each sample, as by padding, or any.
+``filled`` is the path of devices whose operators take no mask: torch's operators fill masked
+positions before sums and clear them in outputs. Half of the positions are masked: at the end of
+each sample (padding), or at random (any).
 """
 
 import statistics
@@ -27,15 +27,15 @@ TINY: dict[str, tuple[int, ...]] = {"tiny": (2, 3, 4)}
 
 def masks(shape: tuple[int, ...]) -> dict[str, Tensor]:
     """Return the masks of an input of this shape."""
-    places = (shape[0], *shape[2:])
-    last = torch.arange(places[-1]).expand(places)
+    positions = (shape[0], *shape[2:])
+    last = torch.arange(positions[-1]).expand(positions)
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.rand((shape[0], *(1,) * (len(places) - 1)), generator=generator) * places[-1]
-    return {"padding": last < lengths, "any": torch.rand(places, generator=generator) < 0.5}
+    lengths = torch.rand((shape[0], *(1,) * (len(shape) - 2)), generator=generator) * shape[-1]
+    return {"padding": last < lengths, "any": torch.rand(positions, generator=generator) < 0.5}
 
 
 def measure(shape: tuple[int, ...], dtype: torch.dtype, *, channels_last: bool) -> dict[str, str]:
-    """Return the time of a training step with each mask, over that of one without: [quartiles]."""
+    """Return each mask's time of a training step relative to no mask: median [quartiles]."""
     x, dy = torch.randn(2, *shape).to(dtype)
     if channels_last:
         x, dy = (t.movedim(1, -1).contiguous().movedim(-1, 1) for t in (x, dy))

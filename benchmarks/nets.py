@@ -1,4 +1,4 @@
-"""Inputs that the batch norm layers of some nets get, in training."""
+"""Input shapes of the batch norm layers of some nets."""
 
 import math
 
@@ -18,11 +18,11 @@ _HEADS = ((256, 128), (256, 2048), (1024, 4096))
 
 
 def shapes_of_nets(number: int) -> dict[str, tuple[Shape, ...]]:
-    """Return so many shapes of each net, from its smallest to its largest, each once.
+    """Return ``number`` different shapes of each net, from its smallest to its largest.
 
-    Image nets are torchvision's, for batches of 8 and 32 images of 224x224, the generator of a
-    DCGAN makes 64 images of 64x64, a PointNet takes 16 clouds of 1024 points, and heads are what
-    contrastive learning puts behind its nets.
+    The image nets are torchvision's, for batches of 8 and 32 images of 224x224. The generator of a
+    DCGAN makes 64 images of 64x64, and a PointNet takes 16 clouds of 1024 points. ``heads`` are the
+    projection heads of contrastive learning.
     """
     nets = {name: _shapes_of_images(name) for name in _IMAGE_NETS}
     nets |= {"DCGAN": set(_DCGAN), "PointNet": set(_POINTNET), "heads": set(_HEADS)}
@@ -30,7 +30,7 @@ def shapes_of_nets(number: int) -> dict[str, tuple[Shape, ...]]:
 
 
 def _shapes_of_images(name: str) -> set[Shape]:
-    with torch.device("meta"):  # shapes, and no values
+    with torch.device("meta"):  # shapes without values
         net = models.get_model(name)
         return {
             shape

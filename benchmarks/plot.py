@@ -1,4 +1,4 @@
-"""Picture of a file of results: two tables, of which each cell has the colour of its speed."""
+"""Picture of a file of results: two tables, cells colored by speed."""
 
 from pathlib import Path
 
@@ -11,23 +11,23 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from benchmarks.rows import Row, read
 from benchmarks.steps import case_name, column, is_cuda, training_steps
 
-# Shown 800 pixels wide, an inch has 100 of them and a point 1.4; twice as many are drawn.
+# At a width of 800 pixels, an inch has 100 pixels and a point 1.4; the file has twice as many.
 WIDTH, LINE, AROUND_LINES = 8.0, 0.23, 2.0  # inches
 DPI = 200
 TEXT, TITLE = 7.5, 9  # points
 
-Cells = dict[str, dict[str, float]]  # by the names of line and column
+Cells = dict[str, dict[str, float]]  # by names of line and column
 
 
 def draw(path: Path) -> Path:
-    """Draw a file of results beside it, and return the picture's path."""
+    """Draw a file of results into the same folder; return the picture's path."""
     drawn = path.with_suffix(".png")
     picture(read(path)).savefig(drawn)
     return drawn
 
 
 def picture(rows: list[Row]) -> Figure:
-    """Return the speed against torch, and below it that against copying, of nets by operators."""
+    """Return the speed relative to torch and, below, to copying (for nets also by operator)."""
     steps = training_steps(rows)
     nets = {row.case for row in rows if row.benchmark == "operators of a net"}
     operators = [row for row in rows if row.benchmark == "operators" and row.case in nets]
@@ -52,7 +52,7 @@ def picture(rows: list[Row]) -> Figure:
         fontsize=TITLE,
     )
     found = [value for by_column in speed.values() for value in by_column.values()]
-    # As far below 1 as above it, so that 1 is in the middle of the colours: white.
+    # Symmetric around 1, so that 1 is white, the middle of the colors.
     limit = max(2, *found, *(1 / value for value in found))
     title = f"times torch's {theirs}: 1.00 is equal, blue is faster, red is slower"
     _panel(above, speed, title, "RdBu", LogNorm(1 / limit, limit), "{:.2f}")
@@ -72,7 +72,7 @@ def _cells(rows: list[Row], variant: str) -> Cells:
 
 
 def _panel(axes: Axes, cells: Cells, title: str, colors: str, scale: Normalize, form: str) -> None:
-    """Draw a table; what was not measured stays empty."""
+    """Draw a table; unmeasured cells stay empty."""
     columns = list(dict.fromkeys(name for by_column in cells.values() for name in by_column))
     axes.set_xlim(0, len(columns))
     axes.set_ylim(len(cells), 0)
@@ -86,7 +86,7 @@ def _panel(axes: Axes, cells: Cells, title: str, colors: str, scale: Normalize, 
             x = columns.index(name)
             color = colormaps[colors](scale(value))
             axes.fill([x, x + 1, x + 1, x], [line, line, line + 1, line + 1], fc=color, ec="white")
-            # Dark letters on light cells, by what the eye takes for light.
+            # Black text on light cells, by perceived lightness.
             light = 0.3 * color[0] + 0.6 * color[1] + 0.1 * color[2] > 0.5
             ink = "black" if light else "white"
             where = (x + 0.5, line + 0.5)

@@ -1,4 +1,4 @@
-"""Rows of a CSV file, the one form of all results. Needs nothing but Python."""
+"""Rows of a CSV file, the format of all results. Needs only Python."""
 
 import csv
 import statistics
@@ -19,7 +19,7 @@ class Spread(NamedTuple):
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Return median and quartiles; of one sample, three times that."""
+    """Return median and quartiles; all three are the value of a single sample."""
     if len(samples) == 1:
         return Spread(samples[0], samples[0], samples[0])
     q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
@@ -28,24 +28,24 @@ def spread(samples: Sequence[float]) -> Spread:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured, counted or projected number, and its origin."""
+    """A measured, counted or projected number with its origin."""
 
-    # layer, operators, overhead, scaling, accuracy or sweep, whose parts are "shape of a net"; on
-    # CUDA also launches and collectives. There a net is the sum of its layers, which are in "layer
-    # of a net" and "operators of a net".
+    # layer, operators, overhead, scaling, accuracy or sweep (its parts are "shape of a net"); on
+    # CUDA also launches and collectives. On CUDA a net is the sum of its layers, which are in
+    # "layer of a net" and "operators of a net".
     benchmark: str
     case: str
     dtype: str
     layout: str
     shape: str  # such as 16x64x112x112
     threads: int
-    allocator: str  # tuned: memory once used is kept; default: of large tensors it is not
+    allocator: str  # tuned: freed memory is reused; default: large tensors are newly mapped
     quantity: str
-    variant: str  # what was measured; a/b is the ratio of a's time to b's, round by round
+    variant: str  # a/b is the ratio of a's time to b's in each round
     kind: str  # measured, counted, projection, or geometric mean
-    median: float  # or the mean
-    q1: float  # or the smallest of a mean
-    q3: float  # or its largest
+    median: float  # or mean
+    q1: float  # for a mean, the smallest
+    q3: float  # for a mean, the largest
     unit: str  # us, ratio, bytes, calls or relative error
     repeats: int
     torch: str = ""
@@ -55,13 +55,13 @@ class Row:
     date: str = ""
 
 
-# Of the columns that are no text.
+# Types of the columns other than text.
 _TYPES: dict[str, Callable[[str], Any]]
 _TYPES = {"threads": int, "median": float, "q1": float, "q3": float, "repeats": int}
 
 
 def where(row: Row) -> tuple[object, ...]:
-    """Return what was measured, of which variants are compared."""
+    """Return the key of a measurement, common to its variants."""
     inputs = (row.case, row.dtype, row.layout, row.shape)
     return (row.benchmark, *inputs, row.threads, row.allocator, row.quantity)
 
@@ -77,7 +77,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
         for row in rows:
             values = [getattr(row, name) for name in names]
             writer.writerow([f"{v:.5g}" if isinstance(v, float) else v for v in values])
-            file.flush()  # an interrupted run leaves what it has
+            file.flush()  # keeps the rows of an interrupted run
 
 
 def read(path: Path) -> list[Row]:

@@ -1,6 +1,6 @@
-"""One run: everything is measured, into a CSV file with the name of the device.
+"""One run: measures everything into a CSV file named after the device.
 
-Wants a machine that does nothing else. The full suite takes a quarter to half an hour on two cores.
+Needs an otherwise idle machine. The full suite takes 15 to 30 minutes on two cores.
 """
 
 import os
@@ -24,14 +24,14 @@ BUILD = ROOT / "build" / "benchmarks"
 
 
 def why_no_cuda() -> str | None:
-    """Return what is missing for a run on a GPU, if something is."""
+    """Return the reason why no run on a GPU is possible, or None."""
     if _extension.cuda_missing:
         return f"syncbn has no CUDA operators: {_extension.cuda_missing}"
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
 def measure(device_type: str, suite_name: str, folder: Path | None) -> Path:
-    """Measure into a new file, which replaces the old one when it is complete, and return it."""
+    """Measure into a new file, replace the old one when it is complete, and return its path."""
     if folder is None:  # a subset never replaces full results
         folder = RESULTS if suite_name == "full" else BUILD
     folder.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def measure(device_type: str, suite_name: str, folder: Path | None) -> Path:
 
 
 def _run_timings(path: Path, suite_name: str, device: torch.device) -> None:
-    """Start one process, or on the CPU one for each allocator; each appends to the file."""
+    """Run one process, on the CPU one per allocator; each appends to the file."""
 
     def run(module: str, *args: str, **variables: str) -> None:
         command = [sys.executable, "-m", module, str(path), suite_name, *args]
@@ -59,7 +59,7 @@ def _run_timings(path: Path, suite_name: str, device: torch.device) -> None:
 
 
 def _other_rows(suite_name: str, device: torch.device) -> Iterator[Row]:
-    """Yield what is not timed; what is counted on CPUs holds for GPUs, too."""
+    """Yield the rows of other quantities than times; counts on CPUs also hold for GPUs."""
     if device.type == "cpu":
         yield from scaling_rows(SUITES[suite_name].worlds)
     suites = CUDA_SUITES if device.type == "cuda" else SUITES

@@ -1,7 +1,7 @@
-"""Messages of one layer by world size, counted, and their time on many GPUs, projected.
+"""Counts one layer's messages by world size, and projects their time on many GPUs.
 
-The counting is of the collectives that torch.distributed is asked for: what a rank puts in, and
-what it gets out. How often a backend moves those bytes over its links is the backend's.
+Counts the calls of torch.distributed's collectives, and their input and output bytes on one rank.
+The bytes on a backend's links depend on the backend.
 """
 
 import multiprocessing
@@ -24,8 +24,8 @@ from syncbn import sync_batch_norm
 SHAPE = (2, 64, 4, 4)
 EPS = 1e-5
 
-# Microseconds of a layer's forward collective, modelled with NCCL's own tuning constants for 8
-# GPUs per node. They are no measurement: real ones are about 1.6 times as long.
+# Microseconds of a layer's forward collective, modeled with NCCL's tuning constants for 8 GPUs per
+# node. These are not measurements: real times are about 1.6 times as long.
 PROJECTED_US = {
     "syncbn": {8: 15.0, 64: 45.0, 1024: 85.0, 4096: 105.0},
     "all-gather": {8: 11.0, 64: 82.0, 1024: 1246.0, 4096: 4970.0},
@@ -33,14 +33,14 @@ PROJECTED_US = {
 
 
 class Wire(TorchDispatchMode):
-    """Counts collectives, and the bytes that this rank puts in and gets out."""
+    """Counts collectives, and this rank's input and output bytes."""
 
-    # For each collective, which argument is sent and which one received.
+    # For each collective, the index of the sent and of the received argument.
     ARGUMENTS = {  # noqa: RUF012 - read only
         "c10d::allreduce_": (0, 0),
         "c10d::allgather_": (1, 0),
         "c10d::_allgather_base_": (1, 0),
-        "_c10d_functional::all_reduce": (0, 0),  # its result is as large as what it is given
+        "_c10d_functional::all_reduce": (0, 0),  # the result has the argument's size
     }
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Wire(TorchDispatchMode):
         """Count ``func`` if it is a collective, and run it."""
         is_wait = func._schema.name == "_c10d_functional::wait_tensor"
         if func.namespace in ("c10d", "_c10d_functional") and not is_wait:
-            # A KeyError is a collective that this does not know how to count.
+            # A KeyError means an unknown collective.
             sent, received = self.ARGUMENTS[func._schema.name]
             self.collectives += 1
             self.bytes_sent += _num_bytes(args[sent])
@@ -107,21 +107,21 @@ Counts = dict[tuple[int, str, str], int]
 
 
 def _count(rank: int, worlds: Sequence[int], store: str) -> Counts:
-    """Count on one rank of as many as the largest world has; a function of a spawned process."""
+    """Count on one rank of the largest world; runs in a spawned process."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=max(worlds),
-        timeout=timedelta(seconds=60),  # for the other ranks, where one fails
+        timeout=timedelta(seconds=60),  # for the other ranks, if one fails
     )
 
     def ours(x: Tensor) -> Tensor:
         return sync_batch_norm(x, None, None, training=True, eps=EPS, process_group=group)
 
     def all_gather(x: Tensor) -> Tensor:
-        if group.size() == 1:  # torch's layer is an ordinary one there
+        if group.size() == 1:  # torch's layer does not synchronize there
             output: Tensor = F.batch_norm(x, None, None, training=True, eps=EPS)
         else:
             output = AllGatherBatchNorm.apply(x, group)
@@ -131,7 +131,7 @@ def _count(rank: int, worlds: Sequence[int], store: str) -> Counts:
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     weights = torch.linspace(-1, 1, x.numel()).view(SHAPE)
     for world in worlds:
-        # An int on ranks that are not members, which go no further with it.
+        # An int on ranks outside of the group, which skip it.
         group: Any = dist.new_group(list(range(world)))
         if rank >= world:
             continue
@@ -145,7 +145,7 @@ def _count(rank: int, worlds: Sequence[int], store: str) -> Counts:
             for quantity in ("collectives", "bytes_sent", "bytes_received"):
                 counts[world, variant, quantity] = getattr(wire, quantity)
             results[variant] = (y, dx)
-        # What is compared computes the same.
+        # Both variants compute the same.
         torch.testing.assert_close(results["syncbn"], results["all-gather"], rtol=1e-4, atol=1e-4)
     dist.barrier()
     dist.destroy_process_group()
@@ -153,7 +153,7 @@ def _count(rank: int, worlds: Sequence[int], store: str) -> Counts:
 
 
 def scaling_rows(worlds: Sequence[int]) -> Iterator[Row]:
-    """Count in processes over gloo, and add the projections."""
+    """Yield counts of processes over gloo, and the projections."""
     with (
         tempfile.TemporaryDirectory() as folder,
         ProcessPoolExecutor(

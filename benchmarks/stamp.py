@@ -29,7 +29,7 @@ def stamp(row: Row, device: torch.device) -> Row:
 
 
 def device_slug(device: torch.device) -> str:
-    """Return the model of the CPU or GPU in the letters of a file name."""
+    """Return the model of the CPU or GPU, spelled for a file name."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
@@ -47,7 +47,7 @@ def _cpu_model() -> str:
 def _commit() -> str:
     """Return the commit of this checkout, marked if files differ from it.
 
-    A copy of the files without git can be told by the environment variable SYNCBN_COMMIT.
+    For a copy without git, the environment variable SYNCBN_COMMIT names the commit.
     """
     described = ""
     with contextlib.suppress(FileNotFoundError):  # a machine without git

@@ -1,6 +1,6 @@
-"""Training steps of layers over shapes that nets choose: a geometric mean for each net and of all.
+"""Training steps of layers over shapes of nets, as geometric means by net and of all.
 
-A case that is chosen by hand may be one that somebody has tuned for.
+Shapes chosen by hand may be shapes that the code is tuned for.
 """
 
 import statistics
@@ -24,8 +24,8 @@ DTYPES = ("float32", "bfloat16")
 
 
 def sweep_rows(setting: Setting) -> Iterator[Row]:
-    """Time each shape in each dtype and layout, then give the means."""
-    # Many cases make up for few samples.
+    """Time each shape in each dtype and layout; yield the means last."""
+    # Many cases compensate for few samples.
     suite = replace(
         setting.suite,
         repeats=min(setting.suite.repeats, 9),

@@ -8,7 +8,7 @@ from benchmarks.steps import case_name, column, is_cuda, training_steps
 
 NO_RESULTS = "`make bench` measures the machine it runs on and writes the results here.\n"
 
-# Of all that is measured on CPUs and GPUs, the lines and columns of the table.
+# Rows and columns of the table, in this order; the results have more.
 CASES = (
     "ResNet-50 x32",
     "ResNet-50 x256",
@@ -26,7 +26,7 @@ COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_la
 
 ABOVE = (
     "Speed of a training step, forward and backward, of one layer on a {processor}; 1.00 is "
-    "{theirs} in the same run, 2.00 takes half its time, blank is not measured."
+    "{theirs} in the same run, 2.00 takes half its time, a blank cell was not measured."
 )
 # Sentences below the table.
 ORIGIN = (
@@ -34,21 +34,22 @@ ORIGIN = (
     "measurements differ by up to {noise:.0%}."
 )
 ON_CPU = (
-    "Communication is not measured: between CPUs `torch.nn.SyncBatchNorm`, which syncbn replaces, "
-    "refuses to train, and alone it is this `BatchNorm`. Tensors of `memory` are meant to fit no "
-    "cache, those of `cache` the last one; the small layer has next to nothing to compute."
+    "Communication is excluded: `torch.nn.SyncBatchNorm` does not train on CPUs, so there is no "
+    "baseline; in one process it is the `BatchNorm` compared here. Tensors of `memory` are meant "
+    "to exceed the caches, tensors of `cache` to fit the last one; the small layer has almost "
+    "nothing to compute."
 )
 OF_SWEEP = (
-    "`sweep` is the geometric mean over shapes of {nets}; single ones are from {low:.2f} to "
+    "`sweep` is the geometric mean over shapes of {nets}; single shapes range from {low:.2f} to "
     "{high:.2f}."
 )
 ON_CUDA = (
-    "ResNet-50 is the sum of all its 53 batch norm layers for so many images; the small layer has "
-    "next to nothing to compute, and its time is the host's."
+    "ResNet-50 is the sum of its 53 batch norm layers for 32 or 256 images; the small layer has "
+    "almost nothing to compute: its time is host time."
 )
 DEFAULT_ALLOCATOR = (
-    "Memory was reused, as in a long training; where the system provides each large output anew, "
-    "the table's figures become {low:.2f} to {high:.2f}, half of them below {half:.2f}."
+    "Measured with a warm allocator. If the system newly maps every large output, speedups drop "
+    "to {low:.2f}-{high:.2f} (median {half:.2f})."
 )
 LINKS = (
     "[All figures](benchmarks/results/{device}.csv) and "
@@ -57,7 +58,7 @@ LINKS = (
 
 
 def text(results: list[list[Row]], cases: tuple[str, ...] = CASES) -> str:
-    """Return what stands between the markers: a table for each device, or how to get one."""
+    """Return the generated block: a table for each device, or how to get one."""
     return "\n".join(_device(rows, cases) for rows in results) or NO_RESULTS
 
 
@@ -105,7 +106,7 @@ def _table(figures: list[Row], cases: tuple[str, ...]) -> list[str]:
 
 
 def _figures(steps: list[Row], cases: tuple[str, ...]) -> list[Row]:
-    """Return the speeds that stand in the table."""
+    """Return the speeds of the table."""
     return [
         row
         for row in steps

@@ -1,6 +1,6 @@
-"""Times on the CPU, under the allocator that this process was started with.
+"""Times on the CPU, with the allocator settings of this process.
 
-``python -m benchmarks.timings FILE.csv SUITE ALLOCATOR`` appends to the file; run.py starts it.
+run.py runs ``python -m benchmarks.timings FILE.csv SUITE ALLOCATOR``, which appends to the file.
 """
 
 import sys
@@ -28,9 +28,9 @@ from benchmarks.sweep import sweep_rows
 
 CPU = torch.device("cpu")
 
-# glibc hands the pages of large freed tensors back to the system, and each output that is
-# allocated after that costs a page fault every 4 kB: as long as the work itself. These keep the
-# pages. The C library reads them when the process starts, so it must be another process.
+# glibc returns the pages of large freed tensors to the system. Each new output then costs a page
+# fault every 4 kB, as long as the work itself. These settings keep the pages. The C library reads
+# them at startup, so they need a new process.
 ALLOCATORS = {
     "tuned": {
         "MALLOC_MMAP_MAX_": "0",
@@ -42,16 +42,16 @@ ALLOCATORS = {
 
 
 def touch_memory(tensor_bytes: int) -> None:
-    """Have the system provide the pages that the tuned allocator will hand out from now on.
+    """Map the pages that the tuned allocator will reuse.
 
-    Without that it would come by them one tensor after another, in the first samples. A step holds
-    six tensors at once; the rest is for the holes that small allocations leave between them.
+    Otherwise the first samples would map them. A step holds six tensors at once; the rest is for
+    gaps between small allocations.
     """
     torch.zeros(16 * tensor_bytes, dtype=torch.uint8)
 
 
 def timing_rows(suite_name: str, allocator: str) -> Iterator[Row]:
-    """Time everything by one thread and by all; with the default allocator the layer by all."""
+    """Time everything with one and with all threads; with the default allocator only layers."""
     suite = SUITES[suite_name]
     every = torch.get_num_threads()
     threads = {1, every} if allocator == "tuned" else {every}
@@ -71,7 +71,7 @@ def timing_rows(suite_name: str, allocator: str) -> Iterator[Row]:
 
 
 def fused_rows(case: Case, setting: Setting) -> Iterator[Row]:
-    """Time what follows a layer, in its own passes and as modules."""
+    """Time fused epilogues against separate modules."""
     turns = make_buffers(case, CPU)
     theirs = make_layers(case, CPU)["torch"]
     for fused in fused_cases(case, CPU):
@@ -82,7 +82,7 @@ def fused_rows(case: Case, setting: Setting) -> Iterator[Row]:
 def main(path: str, suite_name: str, allocator: str) -> None:
     """Append the rows to the file."""
     store = dist.HashStore()  # type: ignore[attr-defined]  # torch's stubs do not export it
-    # A group of one: what a layer asks of torch.distributed is asked, and nothing is sent.
+    # A group of one rank: layers call torch.distributed, but send nothing.
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     if allocator == "tuned":
         touch_memory(max(case.num_bytes for case in SUITES[suite_name].cases))

@@ -1,4 +1,4 @@
-"""Small batches on several ranks: BatchNorm per rank, syncbn, and one process with it all.
+"""Small batches on several ranks: BatchNorm per rank, syncbn, and one process with all images.
 
     pip install matplotlib scikit-learn tqdm
     torchrun --nproc-per-node 2 examples/digits.py
@@ -10,12 +10,12 @@ images in the same order:
 (b) syncbn under DistributedDataParallel: each rank normalizes by the images of all ranks.
 (c) BatchNorm in one process that gets the images of all ranks at once.
 
-Prints how well each does on the test images and how far it is from (c), and draws the curves. (a)
-does worse: its last BatchNorm, over maps of one pixel, has 3 values per channel. (b) is (c) up to
-rounding; if it is not after the first step, the exit status is 1. At the end they are still close,
-but not with one rank: training on batches of 3 turns any rounding into another net.
+Prints each training's test accuracy and loss and its difference from (c), and draws the curves. (a)
+is worse: its last BatchNorm, over maps of one pixel, has 3 values per channel. (b) equals (c) up to
+rounding; if the first step differs by more, the exit status is 1. At the end (b) and (c) are still
+close, except with one rank: training on batches of 3 amplifies any rounding.
 
-The three lines that it takes to train with syncbn are marked.
+Comments mark the three lines that syncbn needs.
 """
 
 import argparse
@@ -37,8 +37,8 @@ EPOCHS = 3
 TRAIN = 1200  # images of the 1797; the others are for testing
 EVALUATE_EVERY = 25
 
-# The values compared are around 1 and differ by the order of additions: by up to 1 epsilon after
-# the first step, where it was measured. BatchNorm per rank is off by 10,000 or more.
+# The compared values are around 1 and differ by the order of additions: after the first step by at
+# most 1 epsilon in our measurements. BatchNorm per rank differs by 10,000 epsilons or more.
 TOLERANCE = 8 * torch.finfo(torch.float32).eps
 
 
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
 
 def make_net(seed: int) -> nn.Module:
-    """Return the net with ordinary BatchNorm, the same for the same seed."""
+    """Return a net with ordinary BatchNorm; equal seeds give equal nets."""
     torch.manual_seed(seed)
     return nn.Sequential(
         *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.SiLU()),
@@ -71,16 +71,16 @@ def evaluate(net: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, flo
 
 
 def train(name: str, model: nn.Module, images: Tensor, labels: Tensor, batches: Tensor) -> Run:
-    """Train ``model`` on the images that each row of ``batches`` names."""
-    # Rank 0 evaluates alone, so without DistributedDataParallel, which would wait for the others.
+    """Train ``model``; each row of ``batches`` has the indices of one step's images."""
+    # Only rank 0 evaluates: DistributedDataParallel would wait for the other ranks.
     net = model.module if isinstance(model, DistributedDataParallel) else model
     quiet = dist.is_initialized() and dist.get_rank() != 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.005, momentum=0.9)
     run = Run(name, [], [])
     bar = tqdm(batches, name, disable=quiet)
     for step, batch in enumerate(bar, 1):
-        # DistributedDataParallel averages the gradients of the ranks. As they have equally many
-        # images, that is the gradient of the mean over the whole batch.
+        # DistributedDataParallel averages the gradients of the ranks. All ranks have equally many
+        # images, so the average is the gradient of the mean over the whole batch.
         loss = F.cross_entropy(model(images[batch]), labels[batch])
         optimizer.zero_grad()
         loss.backward()
@@ -95,7 +95,7 @@ def train(name: str, model: nn.Module, images: Tensor, labels: Tensor, batches: 
 
 
 def differences(run: Run, other: Run) -> list[float]:
-    """Return the largest difference in each of the states."""
+    """Return the largest difference of each state."""
     return [(a - b).abs().max().item() for a, b in zip(run.states, other.states, strict=True)]
 
 
@@ -113,10 +113,10 @@ def draw(runs: list[Run], path: str) -> None:
 
 
 def main() -> None:
-    """Train the three ways, report, compare."""
+    """Train in three ways, and compare."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", default="digits.png", help="where to draw the curves")
-    parser.add_argument("--seed", type=int, default=0, help="of the parameters and the order")
+    parser.add_argument("--seed", type=int, default=0, help="for the parameters and the order")
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # the ranks share the cores
@@ -158,7 +158,7 @@ def main() -> None:
 
     after_first_step = differences(synced, whole)[:2]
     if not all(difference <= TOLERANCE for difference in after_first_step):
-        raise SystemExit(f"(b) is not (c): more than {TOLERANCE:.1e} apart after the first step")
+        raise SystemExit(f"(b) and (c) differ by more than {TOLERANCE:.1e} after the first step")
 
 
 if __name__ == "__main__":

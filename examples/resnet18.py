@@ -4,13 +4,13 @@
     torchrun --nproc-per-node 2 examples/resnet18.py
     torchrun --nproc-per-node 8 examples/resnet18.py --data IMAGENET --epochs 90
 
-IMAGENET is a folder that holds train/CLASS/IMAGE and val/CLASS/IMAGE. Without it the images are
-made up, a picture for each class under noise. Trains on GPUs if there are some (NCCL, float16 with
-loss scaling), else on CPUs (gloo, bfloat16). torch.compile takes minutes before the first step;
-TORCH_COMPILE_DISABLE=1 leaves it out. After each epoch rank 0 writes a checkpoint, and the same
-command goes on from it as if it had not been interrupted.
+IMAGENET is a folder of train/CLASS/IMAGE and val/CLASS/IMAGE. Without it the images are synthetic:
+a picture per class, with noise. Trains on GPUs if there are any (NCCL, float16 with loss scaling),
+else on CPUs (gloo, bfloat16). torch.compile takes minutes before the first step;
+TORCH_COMPILE_DISABLE=1 skips it. After each epoch rank 0 writes a checkpoint. The same command
+resumes from it, with the results of an uninterrupted run.
 
-The line that it takes to train with syncbn is marked.
+A comment marks the line that syncbn needs.
 """
 
 import argparse
@@ -34,17 +34,17 @@ from tqdm import tqdm  # type: ignore[import-untyped]  # it ships no types
 import syncbn
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet
-MADE_UP_CLASSES = 10
-LOSS_EVERY = 10  # steps; to print it is to wait for the GPU
+SYNTHETIC_CLASSES = 10
+LOSS_EVERY = 10  # steps; printing the loss waits for the GPU
 
 
-class MadeUpImages(Dataset[tuple[Tensor, int]]):
-    """Images that are the picture of their class under noise, the same for the same index."""
+class SyntheticImages(Dataset[tuple[Tensor, int]]):
+    """Noisy pictures of classes; one index always gives the same image."""
 
     def __init__(self, indices: range, size: int, transform: v2.Transform | None) -> None:
-        """Take the images of these indices, squares of ``size`` pixels."""
+        """Create the images of these indices, with ``size`` x ``size`` pixels."""
         generator = torch.Generator().manual_seed(0)
-        coarse = torch.randn(MADE_UP_CLASSES, 3, 4, 4, generator=generator)
+        coarse = torch.randn(SYNTHETIC_CLASSES, 3, 4, 4, generator=generator)
         self.pictures = F.interpolate(coarse, (size, size), mode="bicubic")
         self.indices, self.transform = indices, transform
 
@@ -55,20 +55,20 @@ class MadeUpImages(Dataset[tuple[Tensor, int]]):
     def __getitem__(self, number: int) -> tuple[Tensor, int]:
         """Return an image and its class."""
         index = self.indices[number]
-        label = index % MADE_UP_CLASSES
+        label = index % SYNTHETIC_CLASSES
         noise = torch.Generator().manual_seed(index)
         image = self.pictures[label] + torch.randn(self.pictures[0].shape, generator=noise)
         return (image if self.transform is None else self.transform(image)), label
 
 
 def make_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any], int]:
-    """Return the images for training and for testing, and the number of classes."""
+    """Return the training and test images, and the number of classes."""
     size = args.image_size
     if args.data is None:
         vary = v2.Compose([v2.RandomCrop(size, padding=size // 8), v2.RandomHorizontalFlip()])
-        train = MadeUpImages(range(args.images), size, vary)
-        test = MadeUpImages(range(args.images, args.images + args.images // 4), size, None)
-        return train, test, MADE_UP_CLASSES
+        train = SyntheticImages(range(args.images), size, vary)
+        test = SyntheticImages(range(args.images, args.images + args.images // 4), size, None)
+        return train, test, SYNTHETIC_CLASSES
     as_tensor = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)]
     vary = v2.Compose([v2.RandomResizedCrop(size), v2.RandomHorizontalFlip(), *as_tensor])
     cut = v2.Compose([v2.Resize(size * 8 // 7), v2.CenterCrop(size), *as_tensor])
@@ -78,12 +78,12 @@ def make_data(args: argparse.Namespace) -> tuple[Dataset[Any], Dataset[Any], int
 
 @torch.no_grad()
 def evaluate(net: nn.Module, loader: DataLoader[Any], device: torch.device) -> float:
-    """Return the share of test images, of all ranks, that are recognized."""
+    """Return the accuracy on the test images of all ranks."""
     net.eval()
-    right = torch.zeros(2, device=device)  # recognized, all
+    right = torch.zeros(2, device=device)  # correct images, all images
     for images, labels in loader:
-        # No rank waits for another here, and they may have different numbers of batches: in
-        # evaluation syncbn sends nothing, and this is the net without DistributedDataParallel.
+        # Ranks may have different numbers of batches: no rank waits for another here. In evaluation
+        # syncbn does not communicate, and this net is not wrapped in DistributedDataParallel.
         found = net(images.to(device)).argmax(1).cpu()
         right += torch.tensor([(found == labels).sum(), len(labels)], device=device)
     dist.all_reduce(right)
@@ -92,21 +92,21 @@ def evaluate(net: nn.Module, loader: DataLoader[Any], device: torch.device) -> f
 
 
 def save(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write a checkpoint so that whoever ends this process leaves the old one or the new one."""
+    """Write a checkpoint; an interrupted write leaves the old one."""
     beside = path.with_name(f"{path.name}.new")
     torch.save(checkpoint, beside)
     os.replace(beside, path)
 
 
 def batches(loader: DataLoader[Any], device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-    """Give the batches on the device, in the memory format that convolutions like."""
+    """Yield the batches on the device, in channels-last layout for fast convolutions."""
     for images, labels in loader:
         images = images.to(device, non_blocking=True, memory_format=torch.channels_last)
         yield images, labels.to(device, non_blocking=True)
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
-    """Train, from the checkpoint on if there is one."""
+    """Train; resume from the checkpoint if there is one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     data, test_data, classes = make_data(args)
     sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)
@@ -120,13 +120,13 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     net = torchvision.models.resnet18(num_classes=classes)
     net = syncbn.convert_sync_batchnorm(net)  # syncbn
     net.to(device=device, memory_format=torch.channels_last)
-    # All ranks hold the same statistics: no need to broadcast those of rank 0 before each step.
+    # All ranks hold the same statistics, so rank 0 need not broadcast its own before each step.
     model = torch.compile(DistributedDataParallel(net, broadcast_buffers=False))
 
     lr = args.lr * args.batch_size * ranks / 256
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=1e-4)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)  # a tenth, every 30 epochs
-    # float16 has small gradients scaled; a step that overflows is left out. bfloat16 needs neither.
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=30)  # x 0.1 every 30 epochs
+    # float16 needs scaled gradients; a step that overflows is skipped. bfloat16 needs neither.
     dtype = torch.float16 if on_cuda else torch.bfloat16
     scaler = GradScaler(device.type, enabled=on_cuda)
 
@@ -139,11 +139,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
             part.load_state_dict(checkpoint[name])
         done = checkpoint["epochs"]
         if rank == 0:
-            print(f"goes on after epoch {done} of {args.checkpoint}", flush=True)
+            print(f"resumes after epoch {done} of {args.checkpoint}", flush=True)
 
     for epoch in range(done + 1, args.epochs + 1):
-        # Which images, and how they are varied, follows from epoch and rank: no generator's state
-        # has to be in a checkpoint.
+        # Epoch and rank determine the images and their augmentation, so a checkpoint needs no state
+        # of a generator.
         sampler.set_epoch(epoch)
         torch.manual_seed(epoch * ranks + rank)
         bar = tqdm(batches(loader, device), f"epoch {epoch}", len(loader), disable=rank != 0)
@@ -158,9 +158,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
                 bar.set_postfix_str(f"loss {loss.item():.3f}")
         schedule.step()
 
-        recognized = evaluate(net, test_loader, device)
+        accuracy = evaluate(net, test_loader, device)
         if rank == 0:
-            print(f"epoch {epoch}: {recognized:.1%} of the test images recognized", flush=True)
+            print(f"epoch {epoch}: {accuracy:.1%} of the test images are correct", flush=True)
             states = {name: part.state_dict() for name, part in parts.items()}
             save(args.checkpoint, {"epochs": epoch, **states})
 
@@ -168,13 +168,13 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 def main() -> None:
     """Read the options, and train on this rank's device."""
     parser = argparse.ArgumentParser(description="Trains ResNet-18 under torchrun.")
-    parser.add_argument("--data", type=Path, help="folder of train/ and val/; else made-up images")
-    parser.add_argument("--images", type=int, default=2048, help="made-up ones for training")
+    parser.add_argument("--data", type=Path, help="folder of train/ and val/; default: synthetic")
+    parser.add_argument("--images", type=int, default=2048, help="synthetic training images")
     parser.add_argument("--image-size", type=int, default=224, help="in pixels")
-    parser.add_argument("--batch-size", type=int, default=32, help="on each rank")
-    parser.add_argument("--epochs", type=int, default=3, help="in all, with those of a checkpoint")
-    parser.add_argument("--lr", type=float, default=0.1, help="for 256 images a step; is scaled")
-    parser.add_argument("--workers", type=int, default=2, help="that load images, on each rank")
+    parser.add_argument("--batch-size", type=int, default=32, help="per rank")
+    parser.add_argument("--epochs", type=int, default=3, help="total, with those of a checkpoint")
+    parser.add_argument("--lr", type=float, default=0.1, help="for 256 images; is scaled")
+    parser.add_argument("--workers", type=int, default=2, help="loader processes per rank")
     parser.add_argument("--checkpoint", type=Path, default=Path("resnet18.pt"))
     args = parser.parse_args()
 
@@ -184,8 +184,8 @@ def main() -> None:
     else:
         device = torch.device("cpu")
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    # In a function of its own: DistributedDataParallel must be gone before its group, or a process
-    # can hang when it ends (pytorch issue 56297).
+    # A separate function: DistributedDataParallel must be freed before its group is destroyed, or
+    # the process can hang at exit (pytorch issue 56297).
     train(args, device)
     dist.destroy_process_group()
 

@@ -1,1 +1,1 @@
-"""Programs of the project's own upkeep; none of them is installed."""
+"""Programs for maintaining the project; none of them is installed."""

@@ -1,13 +1,13 @@
-"""Checks wheels as their users and PyPI will: ``python -m tools.check_wheel dist/*.whl``.
+"""Checks wheels for users and PyPI: ``python -m tools.check_wheel dist/*.whl``.
 
-- auditwheel: from the system they need only what some manylinux names; torch's and NVIDIA's
-  libraries come with torch.
-- torch-abi-audit: of torch the libraries need the stable ABI alone.
-- check-wheel-contents: nothing lies where it does not belong.
-- twine: PyPI takes the metadata, and can show the README.
-- All files of the package are in it.
+- auditwheel: the wheel needs only system libraries of some manylinux; torch provides its own and
+  NVIDIA's libraries.
+- torch-abi-audit: the libraries use only torch's stable ABI.
+- check-wheel-contents: the wheel contains no misplaced files.
+- twine: PyPI accepts the metadata and can render the README.
+- The wheel contains all files of the package.
 
-Prints what the tools say of what is wrong, and ends with status 1 where anything is.
+Prints the tools' reports of problems, and exits with status 1 if there are any.
 """
 
 import re
@@ -21,33 +21,33 @@ ROOT = Path(__file__).parents[1]
 
 
 def run(tool: str, *arguments: str) -> tuple[bool, str]:
-    """Run a tool of this environment; return whether it passed, and what it printed."""
+    """Run a tool of this environment; return whether it passed, and its output."""
     command = [str(Path(sys.executable).parent / tool), *arguments]
     result = subprocess.run(command, capture_output=True, text=True)
     return result.returncode == 0, result.stdout + result.stderr
 
 
 def needed_manylinux(wheel: Path) -> tuple[bool, str]:
-    """Return whether some manylinux has all that the wheel needs, and what auditwheel says."""
+    """Return whether some manylinux has all needed libraries, and auditwheel's output."""
     passed, printed = run("auditwheel", "show", str(wheel))
     return passed and "manylinux_" in printed, printed
 
 
 def python_of(wheel: Path) -> str:
-    """Return the Python that a wheel's name says it is for, as names of libraries have it."""
+    """Return the Python version in a wheel's name, spelled as in names of libraries."""
     tag = re.fullmatch(r"syncbn-[^-]+-cp(\d+)-cp\1-(?:many)?linux_\w+\.whl", wheel.name)
     return f"cpython-{tag[1]}" if tag else "unknown"
 
 
 def missing_files(wheel: Path) -> list[str]:
-    """Return the files of the package that are not in the wheel."""
+    """Return the package's files that the wheel lacks."""
     expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "syncbn").rglob("*.py*")}
     expected |= {"syncbn/py.typed", f"syncbn/_C.{python_of(wheel)}-x86_64-linux-gnu.so"}
     return sorted(expected - set(zipfile.ZipFile(wheel).namelist()))
 
 
 def problems(wheel: Path) -> list[str]:
-    """Return what is wrong with a wheel, in the words of the tools that say so."""
+    """Return the tools' reports of problems of a wheel."""
     outcomes = [
         needed_manylinux(wheel),
         run("check-wheel-contents", str(wheel)),
@@ -69,7 +69,7 @@ def problems(wheel: Path) -> list[str]:
 
 
 def main() -> None:
-    """Check the wheels that are named."""
+    """Check the wheels on the command line."""
     wheels = [Path(argument) for argument in sys.argv[1:]]
     if not wheels:
         raise SystemExit("expected wheels to check")

@@ -1,7 +1,7 @@
 """Runs clang-tidy on the C++ files: ``python -m tools.clang_tidy``.
 
-The checks stand in .clang-tidy. Kernels are checked as the emulation compiles them, and their
-adapters where CUDA's header is found.
+The file .clang-tidy selects the checks. Kernels are checked with the emulation's options, and their
+adapters if CUDA's header is found.
 """
 
 import subprocess
@@ -18,7 +18,7 @@ from tools import cuda
 ROOT = Path(__file__).parents[1]
 TORCH = [f"-isystem{path}" for path in cpp_extension.include_paths()]
 PYTHON = f"-isystem{sysconfig.get_path('include')}"
-# Of setup.py; their values do not matter here.
+# The macros of setup.py; their values do not matter here.
 MACROS = [
     f'-DSYNCBN_{name}=""'
     for name in ("VERSION", "OLDEST_TORCH", "BUILT_WITH_TORCH", "CUDA_ARCHITECTURES")
@@ -32,7 +32,7 @@ def cuda_include() -> Path | None:
 
 
 def commands() -> dict[str, list[str]]:
-    """Return how each file is compiled."""
+    """Return the compiler options of each file."""
     cpu = ["-std=c++20", *TORCH, PYTHON, *MACROS]
     found = {path: cpu for path in (*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"))}
     emulation = ["-std=c++17", "-xc++", "-Itests/emulation", "-Icsrc", "-Wno-unknown-pragmas"]
@@ -48,7 +48,7 @@ def commands() -> dict[str, list[str]]:
 
 
 def check(path: str, command: list[str]) -> bool:
-    """Print what is found in a file, and return whether that is nothing."""
+    """Print the findings in a file; return whether there are none."""
     tidy = Path(sys.executable).with_name("clang-tidy")
     done = subprocess.run(
         [tidy, "--quiet", "--config-file=.clang-tidy", path, "--", "-Wall", "-Wextra", *command],

@@ -1,4 +1,4 @@
-"""CUDA's files: of the toolkit, or of the packages that torch or a user has installed."""
+"""Files of CUDA: from the toolkit, or from installed packages."""
 
 import sys
 from glob import glob
@@ -8,9 +8,9 @@ from torch.utils import cpp_extension
 
 
 def find(name: str) -> Path | None:
-    """Return a file such as ``bin/nvcc`` of the first CUDA that has it.
+    """Return a file such as ``bin/nvcc`` from the first CUDA that has it.
 
-    In the order of setup.py, which cannot import this: the toolkit, then the newest package.
+    The order is the same as in setup.py, which cannot import this: the toolkit, the newest package.
     """
     homes = [cpp_extension.CUDA_HOME] if cpp_extension.CUDA_HOME else []
     homes += [

@@ -1,6 +1,6 @@
 """Writes the table of docs/failures.md: ``python -m tools.failures``.
 
-It is made of the declarations that are tested, tests/support/faults.py.
+The rows are the tested faults in tests/support/faults.py.
 """
 
 import importlib
@@ -16,7 +16,7 @@ BLOCK = "table of failures"
 
 
 def table() -> str:
-    """Return what stands between the markers; faults of the same words share a row."""
+    """Return the table; faults with the same texts share a row."""
     sys.path.append(str(ROOT / "tests" / "support"))
     rows = dict.fromkeys(map(_row, importlib.import_module("faults").FAULTS))
     return "| one rank | that rank | the others | what to do |\n|---|---|---|---|\n" + "".join(rows)
@@ -24,7 +24,7 @@ def table() -> str:
 
 def _row(fault: Any) -> str:
     alike = fault.that_rank is fault.others
-    that_rank = "as the others" if alike else fault.that_rank.words
+    that_rank = "same as the others" if alike else fault.that_rank.words
     return f"| {fault.what} | {that_rank} | {fault.others.words} | {fault.advice} |\n"
 
 

@@ -1,10 +1,10 @@
-"""A block of a document that a program writes, between two marker lines."""
+"""A generated block of a document, between two marker lines."""
 
 
 def replace_block(document: str, name: str, text: str) -> str:
     """Return the document with ``text`` between its markers.
 
-    Those are the lines ``<!-- name -->`` and ``<!-- end of name -->``.
+    The markers are the lines ``<!-- name -->`` and ``<!-- end of name -->``.
 
     Raises:
         ValueError: A marker is missing.

@@ -1,8 +1,8 @@
 """Builds, tests and measures on a machine with a GPU: ``make gpu-check OUTPUT=folder``.
 
 Needs torch with CUDA, nvcc, ninja and pytest, and no network. Builds in place and installs nothing.
-Each part leaves a log and has a time limit, nine minutes in all; a part that fails stops no other,
-and the exit status and summary.txt tell.
+Each part writes a log and has a time limit, nine minutes in total. A failed part does not stop the
+others; the exit status and summary.txt report it.
 """
 
 import argparse
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TAIL = 25  # lines of a failed part's log that are repeated at the end
+TAIL = 25  # last lines of a failed part's log, repeated at the end
 
-# Folders of tests that run side by side; "others" are all the rest.
+# Folders of tests that run in parallel; "others" has all other folders.
 TESTS = {
     "ranks": ["tests/ranks"],
     "sanitizer": ["tests/sanitizer"],
@@ -36,11 +36,11 @@ print(torch.cuda.get_device_name())
 
 @dataclass
 class Part:
-    """A command with its time limit; its name is that of its log."""
+    """A command with its time limit; its log has the same name."""
 
     name: str
     command: list[str]
-    seconds: int  # at most
+    seconds: int  # the limit
     env: dict[str, str]
 
 
@@ -55,7 +55,7 @@ class Outcome:
 
     @property
     def passed(self) -> bool:
-        """Whether the command ended by itself with status 0."""
+        """Whether the command exited with status 0 within its limit."""
         return self.result == "passed"
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def run_at_once(parts: list[Part], output: Path) -> list[Outcome]:
-    """Run parts side by side; each ends by itself or, with all it has started, at its limit."""
+    """Run parts in parallel; kill a part and its child processes at its limit."""
     begin = time.monotonic()
     processes = []
     for part in parts:
@@ -99,7 +99,7 @@ def run_at_once(parts: list[Part], output: Path) -> list[Outcome]:
 
 
 def find_device() -> tuple[str, str]:
-    """Return compute capability and name of the GPU, or end the program with words."""
+    """Return compute capability and name of the GPU, or exit with a message."""
     result = subprocess.run([sys.executable, "-c", FIND_DEVICE], capture_output=True, text=True)
     if result.returncode:
         reason = (result.stderr.strip() or "Python was killed").splitlines()[-1]
@@ -109,15 +109,15 @@ def find_device() -> tuple[str, str]:
 
 
 def stages(output: Path) -> list[list[Part]]:
-    """Return the parts, those of one stage to run at once; the benchmark is alone."""
+    """Return stages of parts that run in parallel; the benchmark is a stage of its own."""
     python = sys.executable
     env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    build_env = {**env, "SYNCBN_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ""}  # of this GPU
-    # The cache of an earlier run elsewhere would bring nothing; a hanging test shows its stack.
+    build_env = {**env, "SYNCBN_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ""}  # this GPU only
+    # The cache of another machine's run is useless; a hanging test shows its stack.
     pytest = [python, "-m", "pytest", "-m", "cuda", "--require-cuda", "-v", "-ra"]
     pytest += ["--durations=10", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
     environment = f"'{python}' -m syncbn.collect_env && nvidia-smi"
-    # Not "python -m benchmarks run": that needs NumPy and matplotlib, which may not be here.
+    # "python -m benchmarks run" would need NumPy and matplotlib.
     benchmark = [python, "-m", "benchmarks.cuda_timings", str(output / "benchmark.csv"), "quick"]
     return [
         [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],
@@ -128,13 +128,13 @@ def stages(output: Path) -> list[list[Part]]:
 
 
 def main() -> None:
-    """Run all parts, print and write the summary, and exit with 1 if one failed."""
+    """Run all parts, print and write the summary, and exit with 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path, help="the folder for logs and results")
     output = parser.parse_args().output.resolve()
     capability, device = find_device()
     output.mkdir(parents=True, exist_ok=True)
-    (output / "benchmark.csv").unlink(missing_ok=True)  # rows would be added to it
+    (output / "benchmark.csv").unlink(missing_ok=True)  # else rows would be appended
 
     outcomes = []
     for parts in stages(output):
@@ -144,7 +144,7 @@ def main() -> None:
     for outcome in outcomes:
         if not outcome.passed:
             lines = outcome.log.read_text(errors="replace").splitlines()
-            print(f"\n--- the end of {outcome.log}", *lines[-TAIL:], sep="\n")
+            print(f"\n--- last lines of {outcome.log}", *lines[-TAIL:], sep="\n")
     summary = "\n".join([f"{device}, compute capability {capability}", *map(str, outcomes)])
     (output / "summary.txt").write_text(f"{summary}\n")
     print(f"\n{summary}")

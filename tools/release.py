@@ -1,6 +1,6 @@
-"""Whether a tag may be released: ``python -m tools.release TAG ADDRESS_OF_ITS_REPOSITORY``.
+"""Checks a tag before release: ``python -m tools.release TAG ADDRESS_OF_ITS_REPOSITORY``.
 
-Prints what is wrong, and ends with status 1 where anything is. Needs nothing but Python.
+Prints the problems, and exits with status 1 if there are any. Needs only Python.
 """
 
 import re
@@ -12,17 +12,17 @@ ROOT = repository.ROOT
 
 
 def version() -> str:
-    """Return the version, which stands in setup.py alone."""
+    """Return the version, read from setup.py."""
     (found,) = re.findall(r'^VERSION = "(.+)"$', (ROOT / "setup.py").read_text(), re.MULTILINE)
     return str(found)
 
 
 def problems(tag: str, address: str, changelog: str) -> list[str]:
-    """Return what keeps a tag from being released, in words.
+    """Return the problems that prevent the release of a tag.
 
     Args:
-        tag: The tag: "v", and the version.
-        address: Of the repository that the tag is in.
+        tag: The tag, "v" and the version.
+        address: The address of the tag's repository.
         changelog: The text of CHANGELOG.md.
     """
     found = []

@@ -1,6 +1,6 @@
-"""Where the project's repository is: the entry ``Repository`` in pyproject.toml, read without TOML.
+"""The address of the project's repository: the entry ``Repository`` in pyproject.toml.
 
-Python has a reader of TOML from 3.11 on.
+Parsed by a regular expression, because Python 3.10 has no TOML parser.
 """
 
 import re

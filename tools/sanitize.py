@@ -1,8 +1,8 @@
 """Runs the CPU operators under sanitizers: ``python -m tools.sanitize``.
 
-The operator tests with AddressSanitizer and UndefinedBehaviorSanitizer, two threads that call
-layers at once with ThreadSanitizer. Each is first shown calls that it has to report. Builds in
-build/sanitize and leaves the reports there. Needs g++ with its sanitizers, and pytest.
+Runs the operator tests with AddressSanitizer and UndefinedBehaviorSanitizer, and two threads that
+call layers at once with ThreadSanitizer. Each sanitizer must first report known faults. Builds in
+build/sanitize and writes the reports there. Needs g++ with its sanitizers, and pytest.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "sanitizer"
 
-# A value less than the tensor believes, which the operators cannot know.
+# The memory is one value smaller than the tensor; operators cannot detect this.
 OVERFLOW = """
 import ctypes, torch
 from syncbn import ops
@@ -31,30 +31,30 @@ weight = torch.frombuffer(bytearray(13), dtype=torch.float32, offset=1)
 x = torch.ones(4, 3, 5)
 ops.batch_norm_apply(x, ops.batch_norm_stats(x), weight, None, None, None, None, 0.1, 1e-5)
 """
-# But test_simd.py, which runs the others with each instruction set and a time limit, and
-# test_damaged_arguments.py, whose misaligned tensors and 2**40 values a sanitizer must report.
+# Without test_simd.py, which reruns the others with each instruction set and a time limit, and
+# test_damaged_arguments.py, whose misaligned tensors and 2**40 values sanitizers report.
 FOLDER = ROOT / "tests" / "operators"
 OTHERS = ("test_simd.py", "test_damaged_arguments.py")
 OPERATORS = ["-m", "not cuda", str(FOLDER), *(f"--ignore={FOLDER / other}" for other in OTHERS)]
-# The processor's own, and those below it.
+# The processor's own instruction set, and the lower ones.
 INSTRUCTION_SETS = [{}, {"ATEN_CPU_CAPABILITY": "avx2"}, {"ATEN_CPU_CAPABILITY": "default"}]
 
 
 @dataclass
 class Sanitizer:
-    """A sanitized build: what it must report, and what has to pass."""
+    """A sanitized build, with faults that it must report and a command that must pass."""
 
     name: str
     library: str
     flags: str
     options: dict[str, str]
-    faults: dict[str, list[str]]  # Python's arguments for each word of a report
+    faults: dict[str, list[str]]  # Python's arguments, by the text of the report
     command: list[str]
-    environments: list[dict[str, str]]  # that the command runs in, one after the other
+    environments: list[dict[str, str]]  # the command runs once in each
 
     @property
     def folder(self) -> Path:
-        """The folder of the build, with a package ``syncbn`` of its own."""
+        """The folder of the build, with its own package ``syncbn``."""
         return ROOT / "build" / "sanitize" / self.name
 
 
@@ -62,8 +62,8 @@ SANITIZERS = [
     Sanitizer(
         "address",
         "libasan.so",
-        # Python's own flags make an overflow of integers defined. Checking uses after a scope too
-        # takes three times as long to compile.
+        # Python's flags define integer overflow; -fno-wrapv undoes this. Checks of uses after scope
+        # would triple the compile time.
         "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-wrapv "
         "-fno-sanitize-address-use-after-scope",
         # Python and torch leak.
@@ -85,7 +85,7 @@ SANITIZERS = [
 
 
 def find_library(name: str) -> str:
-    """Return the path of a library of g++, or end the program with words."""
+    """Return the path of a library of g++, or exit with a message."""
     if shutil.which("g++") is None:
         sys.exit("make sanitize needs g++, which is not on PATH; such as by apt install g++")
     command = ["g++", f"-print-file-name={name}"]
@@ -106,7 +106,7 @@ def build(sanitizer: Sanitizer) -> None:
     if sanitizer.name == "thread":
         shutil.copy2(TESTS / "fork_join.cpp", folder / "csrc" / "cpu")
     compiler = folder / "g++"
-    # Last, so that they win over setup.py's.
+    # The last flags override setup.py's.
     compiler.write_text(f'#!/bin/sh\nexec g++ "$@" -O1 -g1 {sanitizer.flags}\n')
     compiler.chmod(0o755)
     env = {**os.environ, "CXX": str(compiler), "SYNCBN_CUDA": "0"}
@@ -126,7 +126,9 @@ def run(
     reports = sanitizer.folder / "reports"
     shutil.rmtree(reports, ignore_errors=True)
     reports.mkdir()
-    log = f":log_path={reports}/report"  # pytest keeps what a process writes that dies in a test
+    log = (
+        f":log_path={reports}/report"  # pytest captures the output of a process that dies in a test
+    )
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=sanitizer.folder,  # where python -m looks first
@@ -134,7 +136,7 @@ def run(
             **os.environ,
             **environment,
             **{name: value + log for name, value in sanitizer.options.items()},
-            # libstdc++ too: a sanitizer looks for its exceptions when it starts.
+            # A sanitizer looks for libstdc++'s exceptions at startup.
             "LD_PRELOAD": f"{find_library(sanitizer.library)} {find_library('libstdc++.so')}",
             "PYTHONPATH": str(sanitizer.folder),
         },
@@ -147,7 +149,7 @@ def run(
 
 
 def main() -> None:
-    """Build and run all, and exit with 1 at the first report."""
+    """Build and run all sanitizers; exit with 1 at the first report."""
     for sanitizer in SANITIZERS:
         find_library(sanitizer.library)
     for sanitizer in SANITIZERS:

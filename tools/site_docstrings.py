@@ -1,7 +1,7 @@
-"""Docstrings as the site shows them: an extension of griffe, which mkdocstrings reads them with.
+"""Converts docstrings for the site: an extension of griffe, the parser of mkdocstrings.
 
-In the sources a reference is Sphinx's ``:class:`syncbn.SyncBatchNorm```, and the one example of a
-docstring stands under "Example:".
+In the sources a reference is Sphinx's ``:class:`syncbn.SyncBatchNorm```, and the heading of an
+example is "Example:".
 """
 
 import re
@@ -13,7 +13,7 @@ ROLE = re.compile(r":(?:class|func|meth):`(\w[\w.]*)`")
 
 
 def to_markdown(docstring: str) -> str:
-    """Return the docstring with its references as links where they are ours, else as code."""
+    """Return the docstring with references to syncbn as links and others as code."""
 
     def link(match: re.Match[str]) -> str:
         name = match[1]
@@ -23,9 +23,9 @@ def to_markdown(docstring: str) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Rewrites every docstring that griffe has read."""
+    """Rewrites every docstring."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Rewrite that of one module, class, function or attribute."""
+        """Rewrite the docstring of one module, class, function or attribute."""
         if obj.docstring:
             obj.docstring.value = to_markdown(obj.docstring.value)

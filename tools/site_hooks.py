@@ -1,9 +1,8 @@
-"""Hooks of the documentation site, which mkdocs.yml names: pages that are made when it is built.
+"""Hooks of mkdocs.yml that generate pages of the documentation site.
 
-README, CONTRIBUTING and CHANGELOG become pages, and so do the results of the benchmarks. Links are
-written as GitHub resolves them, by the place of the file in the repository: they lead to the page,
-or, of a file that is no page, to the repository. The build fails where a public name is not on the
-API page, or is there without a docstring.
+README, CONTRIBUTING, CHANGELOG and the results of the benchmarks become pages. Links in the sources
+are relative paths in the repository; they become links to pages or, for other files, to the
+repository. The build fails if a public name is missing on the API page or has no docstring.
 """
 
 import io
@@ -24,7 +23,7 @@ sys.path.append(str(ROOT))  # mkdocs runs this as a file
 from benchmarks import plot, rows, steps, table  # noqa: E402
 from tools import repository  # noqa: E402
 
-# Pages made of files outside of docs/.
+# Pages from files outside of docs/.
 PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -34,14 +33,14 @@ LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 BENCHMARKS = """# Benchmarks
 
-All that `make bench` measured of single layers, drawn from the files of results when this page was
-built. Other rows of the files are operators, accuracy and the projected cost of communication.
+The measurements of single layers by `make bench`. The files of results also have rows for
+operators, accuracy and the projected cost of communication.
 
 """
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Tell the theme where the repository is."""
+    """Set the address of the repository."""
     config.repo_url = repository.url()
     config.repo_name = "Repository"
     config.edit_uri = ""
@@ -49,7 +48,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made here, and check the API page."""
+    """Add the generated pages, and check the API page."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     files.append(File.generated(config, "benchmarks.md", content=_benchmarks(config, files)))
@@ -76,8 +75,8 @@ def _benchmarks(config: MkDocsConfig, files: Files) -> str:
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> str:
-    """Turn links between files of the repository into links between pages, or to the repository."""
-    if page.parent is None:  # alone under its tab: no list of pages beside it
+    """Rewrite links between files of the repository."""
+    if page.parent is None:  # the only page of its tab needs no list of pages
         page.meta["hide"] = ["navigation"]
     made = {page: source for source, page in PAGES.items()} | {"benchmarks.md": "benchmarks.md"}
     source = made.get(page.file.src_uri, f"docs/{page.file.src_uri}")
@@ -85,9 +84,9 @@ def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> st
 
 
 def rewritten(markdown: str, source: str, pages: set[str]) -> str:
-    """Return the text of ``source``, a path in the repository, with its links as the site has them.
+    """Return the text of the file ``source`` with links to pages or to the repository.
 
-    A link to what is neither a page nor a file stays, for MkDocs to complain of.
+    A link to a missing file stays unchanged, so that MkDocs reports it.
     """
 
     def link(match: re.Match[str]) -> str:
@@ -105,11 +104,11 @@ def rewritten(markdown: str, source: str, pages: set[str]) -> str:
 
 
 def undocumented(root: Path, on_page: list[str]) -> list[str]:
-    """Return what is wrong with the public names of the package in ``root``, in words.
+    """Return the problems of the documentation of public names.
 
     Args:
-        root: The folder that syncbn lies in.
-        on_page: The names that the API page shows.
+        root: The folder that contains the package syncbn.
+        on_page: The names on the API page.
     """
     package = griffe.load("syncbn", search_paths=[root], try_relative_path=False)
     public = [str(name) for name in package.exports or ()]

@@ -1,8 +1,7 @@
-"""Runs the tests that each wheel passes, with each Python: ``python tools/try_wheel.py``.
+"""Runs the tests of a wheel: ``python tools/try_wheel.py``.
 
-They are tests of operators, of the layer, of several ranks and of torch.compile that need only the
-group wheel-test beside syncbn. They run in an empty folder, so that the installed syncbn is tested
-and not the sources.
+The tests of operators, the layer, several ranks and torch.compile need only the dependency group
+wheel-test. They run in an empty folder, so that they import the installed syncbn, not the sources.
 """
 
 import subprocess
@@ -17,7 +16,7 @@ TRIED = (
     "ranks/test_multi_rank.py",
     "compile/test_compile.py",
 )
-LEFT_OUT = "not whole_models"  # which are torchvision's
+LEFT_OUT = "not whole_models"  # they need torchvision
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:

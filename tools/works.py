@@ -1,7 +1,7 @@
 """Writes the table of what works in docs/pytorch2.md: ``python -m tools.works``.
 
-It is made of docs/works/*.json. ``pytest -m works --works=docs/works`` records there what became of
-the tests marked ``works(text)``, under the torch it runs with. ``make works`` does both for the
+The table shows docs/works/*.json. ``pytest -m works --works=docs/works`` records there the outcomes
+of the tests marked ``works(text)`` with the installed torch. ``make works`` does both for the
 oldest and the newest torch.
 """
 
@@ -17,29 +17,29 @@ from tools.generated_block import replace_block
 DOCS = Path(__file__).parents[1] / "docs"
 BLOCK = "table of what works"
 
-# For each text the tests that are marked with it, for each test how many marked cases had which
-# outcome: "passed", "failed" or "skipped: " and the reason. None where they were only collected.
+# By text and marked test: the number of cases by outcome. Outcomes are "passed", "failed" or
+# "skipped: " with the reason; there are none if the tests were only collected.
 Rows = dict[str, dict[str, dict[str, int]]]
-# Rows, and which torch, Python, machine and date they are of.
+# Rows, with their torch, Python, machine and date.
 Recording = dict[str, Any]
 
 
 def read(folder: Path) -> list[Recording]:
-    """Return the recordings of a folder, the oldest torch first."""
+    """Return the recordings of a folder, sorted by torch version."""
     recordings = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     return sorted(recordings, key=lambda recording: Version(recording["torch"]))
 
 
 def marked(rows: Rows) -> set[tuple[str, str]]:
-    """Return each text with each of its tests."""
+    """Return all pairs of a text and a test."""
     return {(text, test) for text, tests in rows.items() for test in tests}
 
 
 def table(recordings: list[Recording]) -> str:
-    """Return what stands between the markers.
+    """Return the table.
 
     Raises:
-        ValueError: The recordings are not of the same tests, or some did not run.
+        ValueError: The recordings are of different tests, or some tests did not run.
     """
     expected = marked(recordings[0]["rows"])
     for recording in recordings:

@@ -197,7 +197,7 @@ def _exchange_stops(
     """Return the stops of the ranks that come in time, by rank."""
     num_others = 0
     with contextlib.suppress(RuntimeError):  # of a backend that does not count them
-        num_operations = collectives.count_operations(state.group, device)
+        num_operations = _compat.count_operations(state.group, device)
         num_others = num_operations - state.store.num_passes
     own = _Stop(state.store.num_passes, num_others, [*state.sizes_sent], text).encode()
     notes = state.store.exchange(state.num_alignments, own, state.group, timeout)

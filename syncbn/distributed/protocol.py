@@ -345,7 +345,7 @@ class GroupState:
         """Return the number of operations that the backend has counted; None if it does not."""
         self.num_comparisons += 1
         try:
-            return collectives.count_operations(self.group, device)
+            return _compat.count_operations(self.group, device)
         except RuntimeError:
             return None
 

@@ -121,7 +121,7 @@ def train_mixed(rank, world_size, how):
     return backend.graphs
 
 
-@pytest.mark.works("ranks of which only some compile, or at different times")
+@pytest.mark.works("only some ranks compile, or ranks compile at different times")
 @pytest.mark.parametrize("how", ["compiled", "compiled later", "compiled, then eager"])
 def test_ranks_may_compile_at_different_times_or_not_at_all(compiling_ranks, how):
     assert compiling_ranks.run(train_mixed, how)[1] > 0

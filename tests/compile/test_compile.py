@@ -66,7 +66,7 @@ def test_on_one_and_on_three_ranks():
         assert ranks.run(compare, small, "aot_eager", 6, [(4,)]) == [[1]] * 3
 
 
-@pytest.mark.works("torch.compile of layers without affine part or statistics, or frozen")
+@pytest.mark.works("torch.compile of layers without weight and bias, without statistics, or frozen")
 def test_optional_parts(compiling_ranks):
     assert compiling_ranks.run(compare, frozen, "aot_eager", 6, [(4,)]) == [[1]] * 2
 

@@ -370,7 +370,9 @@ def mmengines_switch():
     return convert_sync_batchnorm
 
 
-@pytest.mark.works("a warning where the converter of torch, Lightning, timm or MMEngine meets ours")
+@pytest.mark.works(
+    "a warning if a converter of torch, Lightning, timm or MMEngine replaces our layers"
+)
 # torch's own: MMEngine imports its optimizers, which script functions.
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("switch", [lightnings_switch, mmengines_switch])

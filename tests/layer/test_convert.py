@@ -200,7 +200,7 @@ def test_classmethod():
     assert type(SyncBatchNorm.convert_sync_batchnorm(model())[1]) is SyncBatchNorm2d
 
 
-@pytest.mark.works("conversion of a layer that a model has twice")
+@pytest.mark.works("conversion of a layer that is used twice")
 def test_layer_that_occurs_twice_stays_one():
     layer = nn.BatchNorm1d(3)
     converted = convert_sync_batchnorm(nn.Sequential(layer, nn.ReLU(), nn.Sequential(layer)))

@@ -15,7 +15,9 @@ def converter_of(package):
     return pytest.importorskip("timm.layers", exc_type=ImportError).convert_sync_batchnorm
 
 
-@pytest.mark.works("a warning where the converter of torch, Lightning, timm or MMEngine meets ours")
+@pytest.mark.works(
+    "a warning if a converter of torch, Lightning, timm or MMEngine replaces our layers"
+)
 @pytest.mark.parametrize("package", ["torch", "timm"])
 def test_other_converters_turn_ours_into_torchs_with_one_warning_at_the_call(package):
     """So ours has to be called last; the README says so."""

@@ -79,7 +79,7 @@ def assert_same(actual, expected):
         assert torch.equal(actual[name], value), name
 
 
-@pytest.mark.works("`recompute_statistics`: the population's mean and variance")
+@pytest.mark.works("`recompute_statistics`: mean and variance of all batches")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_equals_the_whole_population(each_device, dtype, momentum):

@@ -234,7 +234,7 @@ def disagree(rank, world_size):
     layer(torch.rand(4, 3 + rank))
 
 
-@pytest.mark.works("an error with the layer's name where ranks run different layers")
+@pytest.mark.works("an error with the layer's name if ranks run different layers")
 def test_44957_ranks_that_disagree_fail_with_the_layers_name():
     with Ranks(2, case_seconds=30) as ranks:
         for rank, outcome in enumerate(ranks.outcomes(disagree)):

@@ -117,8 +117,8 @@ def test_table_shows_what_it_names_and_nothing_else(rows):
         "Measured on abacus with 8 threads, in one process without communication, on 2026-01-02 "
         "at commit abcdef0 with torch 2.11.0; repeated measurements differ by up to 4%."
     ) in words
-    assert "shapes of some net; single ones are from 0.97 to 3.00." in words
-    assert "figures become 0.65 to 1.25, half of them below 0.88" in words
+    assert "shapes of some net; single shapes range from 0.97 to 3.00." in words
+    assert "speedups drop to 0.65-1.25 (median 0.88)." in words
     for path in ("abacus.csv", "abacus.png"):
         assert f"(benchmarks/results/{path})" in words
 

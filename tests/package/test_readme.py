@@ -33,6 +33,12 @@ def blocks(language, document=README):
     return re.findall(rf"```{language}\n(.*?)```", document, re.DOTALL)
 
 
+def in_a_group(code):
+    """Return the code in a group. Without its end, gloo's threads can crash an exiting process."""
+    begin = "import torch\ntorch.distributed.init_process_group('gloo')\n"
+    return f"{begin}{code}\ntorch.distributed.destroy_process_group()\n"
+
+
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -52,7 +58,7 @@ def test_python_code_runs_in_one_process_and_in_two(tmp_path, launch):
 def test_code_of_the_statistics_runs_in_one_process_and_in_two(tmp_path, launch):
     (code,) = blocks("python", (ROOT / "docs/statistics.md").read_text())
     if launch:
-        code = f"import torch\ntorch.distributed.init_process_group('gloo')\n{code}"
+        code = in_a_group(code)
     (tmp_path / "statistics_of_layers.py").write_text(code)
     command = [sys.executable, *launch, "statistics_of_layers.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
@@ -64,7 +70,7 @@ def test_code_of_the_statistics_runs_in_one_process_and_in_two(tmp_path, launch)
 def test_code_of_the_masks_runs_in_one_process_and_in_two(tmp_path, launch):
     (code,) = blocks("python", (ROOT / "docs/masks.md").read_text())
     if launch:
-        code = f"import torch\ntorch.distributed.init_process_group('gloo')\n{code}"
+        code = in_a_group(code)
     (tmp_path / "masked.py").write_text(code)
     command = [sys.executable, *launch, "masked.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)

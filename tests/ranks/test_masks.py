@@ -99,7 +99,7 @@ def worlds():
                 yield pytest.param(world_size, split, kind, id=f"{world_size}-{split}-{kind}")
 
 
-@pytest.mark.works("`layer(x, mask=mask)`: the statistics of the places that a mask leaves")
+@pytest.mark.works("`layer(x, mask=mask)`: statistics of the unmasked positions")
 @pytest.mark.parametrize(("world_size", "split", "kind"), worlds())
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_matches_the_valid_values_of_the_whole_batch(world_size, split, layout, kind, ranks):

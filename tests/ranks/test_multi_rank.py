@@ -99,7 +99,7 @@ def test_equals_the_whole_batch(world_anywhere, shape, layout, dtype):
         check_results(results, shape, dtype)
 
 
-@pytest.mark.works("process groups of some of the ranks")
+@pytest.mark.works("process groups of a subset of the ranks")
 def test_groups_of_ranks_synchronize_apart(three_ranks):
     shape = (6, 5, 3)
     args = (shape, "contiguous", torch.float32, [2, 4], [0, 2])
@@ -175,7 +175,7 @@ def evaluate_apart(rank, world_size, track):
     return torch.equal(layer(x), other(x))
 
 
-@pytest.mark.works("evaluation on one rank alone")
+@pytest.mark.works("evaluation on only one rank")
 @pytest.mark.parametrize("track", [True, False])
 def test_evaluation_never_communicates(pair_anywhere, track):
     assert pair_anywhere.run(evaluate_apart, track)[0] is True
@@ -203,7 +203,7 @@ def input_without_gradient(rank, world_size):
     return x.grad is not None and torch.isfinite(x.grad).all().item()
 
 
-@pytest.mark.works("input that needs a gradient on some ranks only")
+@pytest.mark.works("input that needs a gradient on only some ranks")
 def test_ranks_may_differ_in_what_needs_a_gradient(pair_anywhere):
     assert pair_anywhere.run(input_without_gradient) == [True, False]
 

@@ -81,7 +81,7 @@ def check_population(results, num_batches, name):
         assert torch.equal(var, results[0][1][f"{name}.running_var"])
 
 
-@pytest.mark.works("`recompute_statistics` over ranks, with as many batches or not")
+@pytest.mark.works("`recompute_statistics` over ranks, with equal or different numbers of batches")
 def test_equals_the_population_of_all_ranks(world_anywhere):
     for numbers in NUMBERS[world_anywhere.world_size]:
         results = world_anywhere.run(run_recomputation, numbers)
@@ -259,7 +259,7 @@ def check_failures(results, failing, words):
             assert re.search(words.split(": ", 1)[1], error), error
 
 
-@pytest.mark.works("`recompute_statistics` where a rank fails: all raise")
+@pytest.mark.works("`recompute_statistics`: if a rank fails, all ranks raise")
 @pytest.mark.parametrize("after", ["first", "third", "later", "long"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_that_fails_makes_the_others_fail(two_ranks, case, after):

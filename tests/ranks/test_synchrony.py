@@ -35,7 +35,7 @@ def change(rank, world_size, tensor, rank_that_differs):
     check_synchronized(model)
 
 
-@pytest.mark.works("`check_synchronized`: what ranks hold is compared bit for bit")
+@pytest.mark.works("`check_synchronized` compares layers between ranks bit for bit")
 @pytest.mark.parametrize("tensor", TENSORS)
 def test_one_bit_on_one_rank_is_found_on_all(three_ranks, tensor):
     three_ranks.run(change, tensor, None)

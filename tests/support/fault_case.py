@@ -22,15 +22,15 @@ CHANNELS_DIFFER = r"ValueError: expected the same channels on all ranks"
 ABORTED = r"RuntimeError: another rank of the process group aborted this {pass}"
 PASSES_DIFFER = r"RuntimeError: the ranks run different passes: this rank runs .*rank \d"
 
-goes_on = Fate("", "goes on")
+goes_on = Fate("", "continues")
 aborted = Fate(
     rf"{ABORTED}.*rank \d: OutOfMemoryError: CUDA out of memory",
-    "at once: “another rank of the process group aborted”, with the words of its error",
+    "at once: “another rank of the process group aborted”, quoting its error",
 )
-disagreement = Fate(PASSES_DIFFER, "at once: “the ranks run different passes”, and which two")
+disagreement = Fate(PASSES_DIFFER, "at once: “the ranks run different passes”, naming both")
 other_channels = Fate(
     f"{CHANNELS_DIFFER}|{ABORTED}",
-    "at once: “expected the same channels on all ranks”, and both numbers",
+    "at once: “expected the same channels on all ranks”, with both numbers",
 )
 # Two layers of other sizes: which of both is found first is the library's choice.
 disagreement_or_channels = Fate(

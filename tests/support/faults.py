@@ -96,7 +96,7 @@ def come_late(training, where):
     training.steps_at(where, lambda: time.sleep(1))
 
 
-AFTER_MEMORY = "as above; the others wait for it in the next layer"
+AFTER_MEMORY = "the same; the others wait in the next layer"
 
 # A graph that torch 2.15 has compiled holds its group, and so the connections.
 UNCOMPILED = EAGER + CHECKPOINTED
@@ -109,7 +109,7 @@ FAULTS += [
         raise_in_another_layer,
         user_error,
         communication,
-        "let a rank that fails end, or destroy its group: the others then know at once",
+        "end a failing rank, or destroy its group: the others then raise at once",
         where=ANYWHERE,
         ways=SELDOM,
         waits=True,
@@ -121,7 +121,7 @@ FAULTS += [
             raise_and_destroy_the_group,
             user_error,
             loss_of_connection,
-            "go on in a new group",
+            "continue in a new group",
             where=ANYWHERE,
             ways=UNCOMPILED,
             prepare=prepare,
@@ -133,7 +133,7 @@ FAULTS += [
     ),
     Fault(
         "user-error-caught",
-        "raises in another layer, catches that and runs the next step",
+        "raises in another layer, catches the error and runs the next step",
         catch_and_go_on,
         disagreement_or_channels,
         disagreement_or_channels,
@@ -149,7 +149,7 @@ FAULTS += [
         run_out_before,
         out_of_memory,
         aborted,
-        "catch the errors on all ranks, and go on in a new group",
+        "catch the errors on all ranks, and continue in a new group",
         where=ANYWHERE,
     ),
     Fault(
@@ -222,11 +222,11 @@ def resume(process):
 FAULTS += [
     Fault(
         name.replace(" ", "-"),
-        "ends: by `exit(0)` or another code, abort, SIGKILL or SIGTERM",
+        "ends by `exit(0)` or another code, abort, SIGKILL or SIGTERM",
         ends_by(end),
         gone,
         loss_of_connection,
-        "read the words of the rank that ended; start again from a checkpoint",
+        "read the error of the rank that ended; restart from a checkpoint",
         where=(*ANYWHERE, "between"),
         ways=EVERYWHERE if name == "SIGKILL" else EAGER,
         leaves=True,
@@ -239,7 +239,7 @@ FAULTS += [
         "SIGSTOP",
         "is stopped (SIGSTOP) for longer than the group's timeout",
         ends_by(signalled(signal.SIGSTOP)),
-        Fate(communication.pattern, "when it goes on: the same"),
+        Fate(communication.pattern, "the same, after it resumes"),
         communication,
         "give the group a timeout above the longest pause",
         where=("forward", "backward"),
@@ -266,7 +266,7 @@ def hold_group_of_others(training, where):
 
 was_destroyed = Fate(
     "ValueError: .* was destroyed|RuntimeError: .* torch.distributed does not know",
-    "an error that names the layer and the group",
+    "an error naming the layer and the group",
 )
 
 FAULTS += [
@@ -285,13 +285,13 @@ FAULTS += [
         for name, what, ways, others in (
             (
                 "destroyed-group",
-                "has destroyed the group that its layers hold",
+                "has destroyed its layers' group",
                 UNCOMPILED,
                 loss_of_connection,
             ),
             (
                 "destroyed-group-compiled",
-                "has destroyed the group that its compiled layers hold",
+                "has destroyed its compiled layers' group",
                 COMPILED,
                 Fate(
                     communication.pattern,
@@ -302,14 +302,14 @@ FAULTS += [
     ),
     Fault(
         "not-a-member",
-        "is no member of the group that its layers hold",
+        "is not a member of its layers' group",
         hold_group_of_others,
         Fate(
             r"ValueError: rank \d is not a member of this layer's process_group",
             "“rank 2 is not a member of this layer's process_group”",
         ),
         goes_on,
-        "give each rank a group that it is in",
+        "give each rank a group that contains it",
         others_do=hold_group_of_others,
     ),
 ]

@@ -45,7 +45,7 @@ SKIPPED = f"{FIRST_HALF} linear3 linear4 norm4"
 FAULTS = [
     differ(
         "channels",
-        "has 6 channels in a layer that has 4 elsewhere",
+        "has 6 channels in a layer that has 4 on the others",
         use_other_channels,
         other_channels,
     ),
@@ -181,12 +181,12 @@ FAULTS += [
         go_on_with_detached_output,
         disagreement,
         disagreement,
-        "multiply a loss that must not count by 0",
+        "multiply the loss by 0 instead",
         passes={"forward": AFTERWARDS},
     ),
     Fault(
         "checkpoint",
-        "alone uses activation checkpointing, or alone does not",
+        "uses activation checkpointing and the others do not, or the reverse",
         toggle_checkpointing,
         disagreement,
         disagreement,
