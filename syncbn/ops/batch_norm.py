@@ -35,171 +35,74 @@ __all__ = [
 ]
 
 
-def _check_devices(input: Tensor, vectors: list[Tensor | None], *statistics: Tensor | None) -> None:
+def _check_devices(*operands: Any) -> None:
     """Raise RuntimeError where one tensor on the meta device has brought the others along."""
-    others = [tensor for tensor in (*vectors, *statistics) if tensor is not None]
-    devices = {str(tensor.device) for tensor in (input, *others)}
+    devices = {str(operand.device) for operand in operands if isinstance(operand, Tensor)}
     if len(devices) > 1:
         raise RuntimeError(f"syncbn: expected all tensors on one device, but got {sorted(devices)}")
 
 
 @torch.library.register_fake("syncbn::batch_norm_stats")
-def _(
-    input: Tensor,
-    fingerprint: float | None = None,
-    next_size: float = 0.0,
-    mask: Tensor | None = None,
-) -> Tensor:
-    _check_devices(input, [mask])
+def _(input: Tensor, fingerprint: float | None = None, *others: Any) -> Tensor:
+    _check_devices(input, *others)
     size = 2 * input.size(1) + (1 if fingerprint is None else 4)
     return input.new_empty(size, dtype=torch.float64)
 
 
-@torch.library.register_fake("syncbn::batch_norm_apply")
-def _(
-    input: Tensor,
-    totals: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    fingerprint_sum: float | None = None,
-    status: Tensor | None = None,
-    residual: Tensor | None = None,
-    activation: int = 0,
-    negative_slope: float = 0.0,
-    constants: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    vectors = [weight, bias, running_mean, running_var, num_batches_tracked, residual, mask]
-    _check_devices(input, vectors, totals, constants)
-    channels = input.size(1)
-    return (
-        torch.empty_like(input),
-        totals.new_empty(channels),
-        totals.new_empty(channels),
-        totals.new_empty(1),
-    )
-
-
-@torch.library.register_fake("syncbn::batch_norm_backward_reduce")
-def _(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    fingerprint: float | None = None,
-    next_size: float = 0.0,
-    constants: Tensor | None = None,
-    activation: int = 0,
-    negative_slope: float = 0.0,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_devices(input, [grad_output, mask], mean, invstd, constants)
-    channels = input.size(1)
-    return (
-        mean.new_empty(2 * channels + (0 if fingerprint is None else 4)),
-        input.new_empty(channels, dtype=weight_dtype),
-        input.new_empty(channels, dtype=bias_dtype),
-    )
-
-
-@torch.library.register_fake("syncbn::batch_norm_backward_reduce_dz")
-def _(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    fingerprint: float | None,
-    next_size: float,
-    constants: Tensor | None,
-    activation: int,
-    negative_slope: float,
-    residual: Tensor | None,
-    output: Tensor | None,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _check_devices(input, [grad_output, residual, output, mask], mean, invstd, constants)
-    channels = input.size(1)
-    return (
-        mean.new_empty(2 * channels + (0 if fingerprint is None else 4)),
-        input.new_empty(channels, dtype=weight_dtype),
-        input.new_empty(channels, dtype=bias_dtype),
-        torch.empty_like(input),
-    )
-
-
-@torch.library.register_fake("syncbn::batch_norm_backward_apply")
-def _(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    sums: Tensor,
-    count: Tensor,
-    fingerprint_sum: float | None = None,
-    status: Tensor | None = None,
-    constants: Tensor | None = None,
-    activation: int = 0,
-    negative_slope: float = 0.0,
-    mask: Tensor | None = None,
-) -> Tensor:
-    _check_devices(input, [grad_output, weight, mask], mean, invstd, sums, count, constants)
-    return torch.empty_like(input)
-
-
-@torch.library.register_fake("syncbn::batch_norm_forward")
-def _(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    residual: Tensor | None = None,
-    activation: int = 0,
-    negative_slope: float = 0.0,
-    constants: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    vectors = [weight, bias, running_mean, running_var, num_batches_tracked, residual, mask]
-    _check_devices(input, vectors, constants)
+def _fake_apply(input: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+    _check_devices(input, *operands)
     mean, invstd, count = (
         input.new_empty(size, dtype=torch.float64) for size in (input.size(1), input.size(1), 1)
     )
     return torch.empty_like(input), mean, invstd, count
 
 
-@torch.library.register_fake("syncbn::batch_norm_backward")
-def _(
+torch.library.register_fake("syncbn::batch_norm_forward", _fake_apply)
+
+
+@torch.library.register_fake("syncbn::batch_norm_apply")
+def _(input: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+    return _fake_apply(input, *operands[:9], *operands[10:])  # a status is on the CPU
+
+
+def _fake_reduce(
     grad_output: Tensor,
     input: Tensor,
     mean: Tensor,
     invstd: Tensor,
-    weight: Tensor | None,
-    count: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    constants: Tensor | None = None,
-    activation: int = 0,
-    negative_slope: float = 0.0,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    _check_devices(input, [grad_output, weight, mask], mean, invstd, count, constants)
-    grad_weight, grad_bias = (
-        input.new_empty(input.size(1), dtype=dtype) for dtype in (weight_dtype, bias_dtype)
+    *operands: Any,
+) -> tuple[Tensor, ...]:
+    _check_devices(grad_output, input, mean, invstd, *operands)
+    weight_dtype, bias_dtype, fingerprint = (*operands, None)[:3]
+    channels = input.size(1)
+    return (
+        mean.new_empty(2 * channels + (0 if fingerprint is None else 4)),
+        input.new_empty(channels, dtype=weight_dtype),
+        input.new_empty(channels, dtype=bias_dtype),
     )
-    return torch.empty_like(input), grad_weight, grad_bias
+
+
+torch.library.register_fake("syncbn::batch_norm_backward_reduce", _fake_reduce)
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward_reduce_dz")
+def _(grad_output: Tensor, input: Tensor, *operands: Any) -> Any:
+    return *_fake_reduce(grad_output, input, *operands), torch.empty_like(input)
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward_apply")
+def _(grad_output: Tensor, input: Tensor, *operands: Any) -> Tensor:
+    operands = (*operands[:6], *operands[7:])  # a status is on the CPU
+    _check_devices(grad_output, input, *operands)
+    return torch.empty_like(input)
+
+
+@torch.library.register_fake("syncbn::batch_norm_backward")
+def _(grad_output: Tensor, input: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+    mean, invstd, weight, count, *others = operands
+    _, *gradients = _fake_reduce(grad_output, input, mean, invstd, *others)
+    _check_devices(input, weight, count)
+    return torch.empty_like(input), *gradients
 
 
 # Looked up once: each attribute costs as much as a check.
