@@ -15,7 +15,7 @@ from syncbn.distributed.protocol import Record
 from syncbn.ops import checks, epilogue, masks, reference, tensors
 from syncbn.ops.arguments import Arguments
 from syncbn.ops.batch_norm import Fused
-from syncbn.ops.epilogue import NUMBERS, Through
+from syncbn.ops.epilogue import NUMBERS, EpilogueGradient
 
 __all__ = ["backward", "enter_alone", "normalize"]
 
@@ -103,7 +103,7 @@ def backward(
     group: ProcessGroup | None,
     layer: Identity,
     needs_grad_input: bool,
-    through: Through | None = None,
+    through: EpilogueGradient | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of input, weight and bias, None for what is None or not needed.
@@ -123,7 +123,7 @@ def backward(
         if through is not None:
             z = _argument(saved, through, eps, group, layer, mask)
             dy = grad_output.to(tensors.widest(input.device))
-            grad_output = epilogue.gradient(dy, z, *through[:2])
+            grad_output = epilogue.activation_gradient(dy, z, *through[:2])
         grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
             grad_output, input, weight, eps, sync.sum_of(group, layer), mask
         )
@@ -180,7 +180,7 @@ def backward(
 
 def _argument(
     saved: tuple[Tensor, ...],
-    through: Through,
+    through: EpilogueGradient,
     eps: float,
     group: ProcessGroup | None,
     layer: Identity,

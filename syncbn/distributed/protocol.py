@@ -28,7 +28,7 @@ import contextlib
 from collections import deque
 from datetime import timedelta
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from torch import Tensor
 from syncbn import _compat, ops
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup, Store
-from syncbn.distributed.layer_id import ANONYMOUS, Identity, identity_numbered
+from syncbn.distributed.layer_id import ANONYMOUS, Identity
 
 __all__ = [
     "STEP",
@@ -195,6 +195,10 @@ class History:
         self.num_settled = 0
         self.is_apart = False  # ranks may have sent different numbers of messages
         self.num_failures = 0
+        # For groups.group_of_size: this rank's group of neighbors by size, weak because the group
+        # may be this one; and how often all ranks have compared a size.
+        self.neighbors: WeakValueDictionary[int, ProcessGroup] = WeakValueDictionary()
+        self.num_sizes_compared = 0
         self.forget()
 
     def forget(self) -> None:
@@ -402,10 +406,12 @@ class History:
         return None if store is None else (store, f"{self.prefix}/{number}/{self.num_passes}")
 
 
-def describe(fingerprint: int) -> str:
-    """Return the pass of a fingerprint in words."""
+def describe(fingerprint: int, history: History) -> str:
+    """Return the text for a pass of this rank in the group, by its fingerprint."""
     number, place = divmod(fingerprint, 8)
-    return _described(_DIRECTIONS[place - 1], identity_numbered(number))
+    layers = (record.layer for record in history.records.values())
+    layer = next((layer for layer in layers if layer.number == number), ANONYMOUS)
+    return _described(_DIRECTIONS[place - 1], layer)
 
 
 def _described(direction: str, layer: Identity) -> str:

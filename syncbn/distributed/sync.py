@@ -15,7 +15,7 @@ from syncbn.distributed.layer_id import ANONYMOUS, Identity
 from syncbn.distributed.protocol import STEP, Record, history_of
 from syncbn.ops import checks, masks, tensors
 from syncbn.ops.arguments import Arguments
-from syncbn.ops.epilogue import Through
+from syncbn.ops.epilogue import EpilogueGradient
 
 __all__ = [
     "PATIENCE",
@@ -368,7 +368,7 @@ def start_backward(
     bias_dtype: torch.dtype,
     group: ProcessGroup | None,
     layer: Identity,
-    through: Through | None = None,
+    through: EpilogueGradient | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Record | None]:
     """Return grad_output, dense; the results of batch_norm_backward_reduce; and the record.
@@ -648,7 +648,7 @@ def _look_back(group: ProcessGroup | None) -> None:
     found = history.noted()
     if found == 0:
         return
-    fingerprint = round(abs(found) / history.num_judged)
+    failed = protocol.describe(round(abs(found) / history.num_judged), history)
     cause, hindrance = hear(group, device)
     history.records.clear()  # they hold what has followed in that pass
     history.forget()
@@ -658,7 +658,7 @@ def _look_back(group: ProcessGroup | None) -> None:
         else "another rank made another pass in its place"
     )
     words = (
-        f"{protocol.describe(fingerprint)} gave NaN: {what}{cause and f'; {cause}'}; said in a "
+        f"{failed} gave NaN: {what}{cause and f'; {cause}'}; said in a "
         "later pass because the host does not wait for CUDA: it may be hundreds of launches ahead "
         "of the device, and what it has launched since then gave NaN or sums that belong to no pass"
     )
