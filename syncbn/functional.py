@@ -127,27 +127,27 @@ def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> T
         mask, by_batch = arguments.mask, arguments.running_mean is None
         if mask is None:
             output = aten.batch_norm(input, arguments, training=by_batch)
-            return epilogue.follow(output, arguments)
+            return epilogue.apply_epilogue(output, arguments)
         if by_batch:
             return evaluate_masked(input, arguments)
         if arguments.residual is not None:
             residual = masks.clear_given(arguments.residual, mask)
             arguments = arguments._replace(residual=residual)
         output = aten.batch_norm(masks.clear_given(input, mask), arguments, training=False)
-        return masks.clear_given(epilogue.follow(output, arguments), mask)
+        return masks.clear_given(epilogue.apply_epilogue(output, arguments), mask)
     try:
         checks.check_evaluation(input, arguments)
     except (TypeError, ValueError) as error:
         raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
     if arguments.mask is not None:
         return evaluate_masked(input, arguments)
-    return epilogue.follow(aten.evaluate(input, arguments), arguments)
+    return epilogue.apply_epilogue(aten.evaluate(input, arguments), arguments)
 
 
 def evaluate_masked(input: Tensor, arguments: Arguments) -> Tensor:
     """Do as :func:`evaluate`, with a mask among the arguments, which have been checked."""
     if arguments.mask is None:  # a placeholder of symbolic tracing
-        return epilogue.follow(aten.evaluate(input, arguments), arguments)
+        return epilogue.apply_epilogue(aten.evaluate(input, arguments), arguments)
     mask, residual = masks.as_places(arguments.mask, input), arguments.residual
     if residual is not None:
         arguments = arguments._replace(residual=masks.clear(residual, mask))
@@ -157,7 +157,7 @@ def evaluate_masked(input: Tensor, arguments: Arguments) -> Tensor:
         output = tensors.cast(output, input.dtype)
     else:
         output = aten.evaluate(masks.clear(input, mask), arguments)
-    return masks.clear(epilogue.follow(output, arguments), mask)
+    return masks.clear(epilogue.apply_epilogue(output, arguments), mask)
 
 
 torch.fx.wrap("evaluate_masked")  # it looks at shapes, which symbolic tracing does not know

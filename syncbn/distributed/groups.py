@@ -1,41 +1,29 @@
-"""Groups of neighboring ranks: made once for each size."""
+"""Groups of neighboring ranks, made once for each size."""
 
 import contextlib
 import os
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from syncbn import _compat
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup
+from syncbn.distributed.protocol import GroupState, group_state
 
 __all__ = ["group_of_size"]
-
-
-class _Groups:
-    """What one world has: its groups by size, and how often its ranks have agreed on a size."""
-
-    def __init__(self) -> None:
-        # Weak: the world may be one of them. torch.distributed holds groups until it destroys them.
-        self.by_size: WeakValueDictionary[int, ProcessGroup] = WeakValueDictionary()
-        self.num_agreements = 0
-
-
-_of_world: WeakKeyDictionary[ProcessGroup, _Groups] = WeakKeyDictionary()
 
 
 def group_of_size(group_size: int | str) -> ProcessGroup:
     """Return this rank's group of ``group_size`` neighboring ranks.
 
-    The first call with a size is made by all ranks, which agree on it and make all groups of it.
+    All ranks make the first call with a size: they compare it and make all groups of that size.
 
     Args:
         group_size: A divisor of the number of ranks, or "node": LOCAL_WORLD_SIZE.
 
     Raises:
-        TypeError: Neither a whole number nor a string.
-        ValueError: No divisor of the number of ranks, another string, "node" without
-            LOCAL_WORLD_SIZE, or another rank came with another size or with such an error.
-        RuntimeError: torch.distributed is not initialized, or another rank did not come.
+        TypeError: ``group_size`` is neither a whole number nor a string.
+        ValueError: ``group_size`` is no divisor of the number of ranks, another string, or "node"
+            without LOCAL_WORLD_SIZE; another rank gave another size or raised such an error.
+        RuntimeError: torch.distributed is not initialized, or another rank did not call this.
     """
     world = collectives.world()
     if world is None:
@@ -43,18 +31,18 @@ def group_of_size(group_size: int | str) -> ProcessGroup:
             f"group_size={group_size!r} divides the ranks of torch.distributed, which is not "
             "initialized; call torch.distributed.init_process_group first"
         )
-    groups = _of_world.setdefault(world, _Groups())
+    state = group_state(world)
     try:
         size = _size(group_size, world.size())
     except (TypeError, ValueError) as error:
-        _agree(f"rank {world.rank()}: {error}", world, groups)
+        _compare(f"rank {world.rank()}: {error}", world, state)
         raise
-    made = groups.by_size.get(size)
-    if made is None or not _compat.is_registered(made):  # or has been destroyed
-        _agree(size, world, groups)
-        made = world if size == world.size() else collectives.new_subgroup(size)
-        groups.by_size[size] = made
-    return made
+    group = state.neighbors.get(size)
+    if group is None or not _compat.is_registered(group):  # never made, or destroyed
+        _compare(size, world, state)
+        group = world if size == world.size() else collectives.new_subgroup(size)
+        state.neighbors[size] = group
+    return group
 
 
 def _size(group_size: object, world_size: int) -> int:
@@ -91,31 +79,30 @@ def _ranks_of_this_node() -> int:
     return int(text)
 
 
-def _agree(own: int | str, world: ProcessGroup, groups: _Groups) -> None:
-    """Tell the other ranks this rank's size, or its error, and raise where theirs is another."""
-    groups.num_agreements += 1
-    store = collectives.store_of(world)
+def _compare(own: int | str, world: ProcessGroup, state: GroupState) -> None:
+    """Give the other ranks this rank's size, or its error; raise if one of them gives another."""
+    state.num_sizes_compared += 1
+    number, store = state.num_sizes_compared, collectives.store_of(world)
     if store is None:  # MPI's groups have none
         return
-    prefix = f"syncbn/group_size/{groups.num_agreements}"
-    store.set(f"{prefix}/{world.rank()}", str(own))
-    # All ranks had read those of two agreements ago before they came to the last one.
-    with contextlib.suppress(RuntimeError):  # of stores that cannot
-        store.delete_key(f"syncbn/group_size/{groups.num_agreements - 2}/{world.rank()}")
+    store.set(f"syncbn/group_size/{number}/{world.rank()}", str(own))
+    # All ranks have read the sizes of two comparisons ago: they came to the last comparison after.
+    with contextlib.suppress(RuntimeError):  # some stores cannot delete
+        store.delete_key(f"syncbn/group_size/{number - 2}/{world.rank()}")
     if isinstance(own, str):
         return
     for rank in range(world.size()):
         try:
-            other = store.get(f"{prefix}/{rank}").decode()
+            other = store.get(f"syncbn/group_size/{number}/{rank}").decode()
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {world.rank()} makes groups of {own} ranks, and rank {rank} did not come to "
-                "make them; convert with the same group_size on all ranks"
+                f"rank {world.rank()} makes groups of {own} ranks, but rank {rank} does not; "
+                "convert with the same group_size on all ranks"
             ) from error
         if other.isdecimal() and int(other) != own:
             raise ValueError(
-                f"expected the same group_size on all ranks, but rank {world.rank()} came with "
-                f"{own} and rank {rank} with {other}"
+                f"expected the same group_size on all ranks, but rank {world.rank()} gave {own} "
+                f"and rank {rank} gave {other}"
             )
         if not other.isdecimal():
             raise ValueError(f"no groups of {own} ranks were made: {other}")

@@ -1,48 +1,42 @@
-"""Identities of layers: their names in errors, and their numbers in messages between ranks."""
+"""The identity of a layer: its name in errors, and its number in messages between ranks."""
 
-import functools
 import hashlib
 import itertools
-from typing import Protocol
+from collections.abc import Iterator
+from typing import ClassVar, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ANONYMOUS",
-    "Identity",
-    "Layer",
-    "identity_from",
-    "identity_named",
-    "identity_numbered",
-    "identity_of",
-]
-
-
-_keys = itertools.count(1)
-_names: dict[int, str] = {0: ""}
+__all__ = ["ANONYMOUS", "Identity", "Layer", "identity_from", "identity_named", "identity_of"]
 
 
 class Identity:
-    """What tells a layer from others.
+    """The name of a layer, and two numbers."""
 
-    ``name`` is that in its model, the same on all ranks, or empty. ``number`` is a number of 29
-    bits for the name. ``key`` is this process's own number of the layer, which copies share.
-    """
+    __slots__ = ("__weakref__", "key", "name", "number")
 
-    __slots__ = ("key", "name", "number")
+    # The keys of the next layers.
+    _new_keys: ClassVar[Iterator[int]] = itertools.count(1)
+    # The identities that were made into tensors, by key. Weak: a layer holds its identity, and so
+    # do a group's records of its passes.
+    _by_key: ClassVar[WeakValueDictionary[int, "Identity"]] = WeakValueDictionary()
 
     def __init__(self, name: str, key: int | None = None) -> None:
+        # The name of the layer in its model, the same on all ranks; empty if unknown.
         self.name = name
-        self.key = next(_keys) if key is None else key
+        # This process's own number of the layer, which copies share.
+        self.key = next(Identity._new_keys) if key is None else key
+        # A number of 29 bits for the name, the same on all ranks.
         self.number = _number(name)
-        _names[self.number] = name
 
     def __str__(self) -> str:
         return f"layer {self.name!r}" if self.name else "a layer"
 
     def as_tensor(self) -> Tensor:
-        """Return what :func:`identity_from` takes: an input that graphs of several layers share."""
+        """Return the input of :func:`identity_from`, so that layers can share a compiled graph."""
+        Identity._by_key[self.key] = self
         with torch.inference_mode(False):  # autograd saves it
             return torch.tensor([self.key, self.number], device="cpu")
 
@@ -57,23 +51,25 @@ class _Identified(Protocol):
     def _syncbn(self) -> _State: ...
 
 
-# What a pass is told of its layer: the identity; the name in a graph of torch.fx; or, under
-# torch.compile, the layer itself, where reading the name would add a guard and compile the graph
-# again for each layer.
+# How a pass gets the identity of its layer: the identity itself; the name, in a graph of torch.fx;
+# or, under torch.compile, the layer, because reading the name would add a guard and compile the
+# graph again for each layer.
 Layer = Identity | str | _Identified
 
 
 def identity_of(layer: Layer) -> Identity:
-    """Return the identity of what a pass was told."""
+    """Return the identity of a layer."""
     if isinstance(layer, Identity):
         return layer
     return identity_named(layer) if isinstance(layer, str) else layer._syncbn.identity
 
 
-@functools.cache
 def identity_named(name: str) -> Identity:
-    """Return the identity of a layer of which a graph has kept only the name."""
-    return Identity(name) if name else ANONYMOUS
+    """Return the identity of a layer in a graph that holds only the name.
+
+    Its key is negative, and the same in each call.
+    """
+    return Identity(name, -_number(name)) if name else ANONYMOUS
 
 
 def identity_from(tensor: Tensor | None) -> Identity:
@@ -81,13 +77,10 @@ def identity_from(tensor: Tensor | None) -> Identity:
     if tensor is None:
         return ANONYMOUS
     key, number = tensor.tolist()
-    return identity_numbered(number, key)
-
-
-def identity_numbered(number: int, key: int = 0) -> Identity:
-    """Return the identity of a layer whose name has this number; the name of none is empty."""
-    identity = Identity.__new__(Identity)
-    identity.key, identity.number, identity.name = key, number, _names.get(number, "")
+    identity = Identity._by_key.get(key)
+    if identity is None:  # the layer was deleted before the backward pass of its graph
+        identity = Identity("", key)
+        identity.number = number
     return identity
 
 
@@ -98,5 +91,5 @@ def _number(name: str) -> int:
     return int.from_bytes(digest, "little") % (2**29 - 1) + 1
 
 
-# Of a call of the function, and of a layer without a name under a tracer.
+# The identity for calls of the function, and for a layer without a name under a tracer.
 ANONYMOUS = Identity("", key=0)

@@ -21,7 +21,7 @@ several sizes: ranks that diverge there meet with different sizes.
 """
 
 from collections import deque
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from torch import Tensor
 from syncbn import _compat, ops
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup
-from syncbn.distributed.layer_id import ANONYMOUS, Identity, identity_numbered
+from syncbn.distributed.layer_id import ANONYMOUS, Identity
 from syncbn.distributed.store import GroupStore, PassReport
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "channels_of",
     "check_consistent",
     "check_not_destroyed",
-    "describe",
     "group_state",
     "same_channels",
     "size_of",
@@ -98,7 +97,8 @@ class PassRecord:
     @property
     def name(self) -> str:
         """The direction as a noun."""
-        return _pass(self.direction)
+        direction = self.direction
+        return direction if direction in ("recomputation", STEP) else f"{direction} pass"
 
     @property
     def label(self) -> str:
@@ -106,7 +106,7 @@ class PassRecord:
         return f"syncbn {self.direction} {self.layer.name}".rstrip()
 
     def __str__(self) -> str:
-        return _described(self.direction, self.layer)
+        return f"the {self.name}" + ("" if self.direction == STEP else f" of {self.layer}")
 
 
 class DeviceStatus:
@@ -177,6 +177,10 @@ class GroupState:
         self._sizes_compared: set[int] = set()
         # How often the ranks may have gone on at different places, this beginning included.
         self.num_failures = 1
+        # For groups.group_of_size: this rank's group of neighbors by size, weak because the group
+        # may be this one; and how often all ranks have compared a size.
+        self.neighbors: WeakValueDictionary[int, ProcessGroup] = WeakValueDictionary()
+        self.num_sizes_compared = 0
 
         # CUDA: gloo adds up on the CPU, so that the host waits in the sum of CUDA tensors.
         self.waits_for_cuda = backend == "gloo"
@@ -205,6 +209,11 @@ class GroupState:
                 self._records.clear()
             found = self._records[key] = PassRecord(self, layer, direction)
         return found
+
+    def describe(self, fingerprint: int) -> str:
+        """Return the pass of a fingerprint, which this rank has made, as text."""
+        made = (str(r) for r in self._records.values() if round(r.fingerprint) == fingerprint)
+        return next(made, "an earlier pass")
 
     def forget(self) -> None:
         """Expect nothing: after a failure ranks may go on at different places."""
@@ -408,20 +417,6 @@ def check_consistent(totals: Tensor, fingerprint_sum: float) -> None:
         raise ops.AbortedError
     if found != fingerprint_sum:
         raise ops.PassesDifferError
-
-
-def describe(fingerprint: int) -> str:
-    """Return the pass of a fingerprint, as text."""
-    number, position = divmod(fingerprint, 8)
-    return _described(_DIRECTIONS[position - 1], identity_numbered(number))
-
-
-def _described(direction: str, layer: Identity) -> str:
-    return f"the {_pass(direction)}" + ("" if direction == STEP else f" of {layer}")
-
-
-def _pass(direction: str) -> str:
-    return direction if direction in ("recomputation", STEP) else f"{direction} pass"
 
 
 def channels_of(size: int) -> int:

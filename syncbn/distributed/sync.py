@@ -287,7 +287,7 @@ def _raise_earlier_failure(state: GroupState) -> None:
     found = state.read_statuses()
     if found == 0:
         return
-    fingerprint = round(abs(found) / state.num_verified)
+    failed = state.describe(round(abs(found) / state.num_verified))
     if state.is_asynchronous(device):
         cause, hindrance = abort.align(state, device)
     else:  # all ranks have made as many passes
@@ -301,7 +301,7 @@ def _raise_earlier_failure(state: GroupState) -> None:
         else "another rank made another pass in its place"
     )
     text = (
-        f"{protocol.describe(fingerprint)} gave NaN: {reason}{cause and f'; {cause}'}; raised in a "
+        f"{failed} gave NaN: {reason}{cause and f'; {cause}'}; raised in a "
         "later pass because the host does not wait for CUDA: it may be hundreds of launches ahead "
         "of the device, and what it has launched since then gave NaN or sums that belong to no pass"
     )

@@ -40,7 +40,7 @@ def train(
             num_batches_tracked=_copy(arguments.num_batches_tracked),
         )
     if group is None and mask is None:
-        return epilogue.follow(aten.train(input, arguments), arguments)
+        return epilogue.apply_epilogue(aten.train(input, arguments), arguments)
     if group is not None and not collectives.name_of(group):
         words = (
             "expected a process group with a name, which the recorded graph would hold; make it "
@@ -58,7 +58,7 @@ def train(
     )
     if mask is not None and arguments.residual is not None:
         arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
-    output = epilogue.follow(output, arguments)
+    output = epilogue.apply_epilogue(output, arguments)
     return output if mask is None else masks.clear(output, mask)
 
 

@@ -49,7 +49,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     output: Tensor = CompiledSyncBatchNormFunction.apply(
         tensors.as_dense(input), *arguments.for_operators(), group_name, identity, mask
     )
-    output = epilogue.follow(output, arguments)
+    output = epilogue.apply_epilogue(output, arguments)
     return output if mask is None else masks.clear(output, mask)
 
 

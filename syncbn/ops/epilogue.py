@@ -1,4 +1,4 @@
-"""What may follow a normalization: the addition of a residual, and an activation."""
+"""The epilogue of a normalization: the addition of a residual, then an activation."""
 
 import math
 from typing import NamedTuple
@@ -13,32 +13,32 @@ from syncbn.ops.arguments import Arguments, is_number
 
 __all__ = [
     "NUMBERS",
-    "Through",
+    "EpilogueGradient",
     "activate",
+    "activation_gradient",
     "add_residual",
+    "apply_epilogue",
     "check_activation",
     "check_negative_slope",
     "describe",
-    "follow",
-    "gradient",
     "is_slope",
     "of_module",
 ]
 
 
-# As the operators take them: csrc/common/activations.h.
+# The operators' numbers of activations, as in csrc/common/activations.h.
 NUMBERS = {None: 0, "relu": 1, "leaky_relu": 2, "silu": 3}
 
 
 def check_activation(activation: object) -> None:
-    """Raise ValueError unless it is one that can be fused, or None."""
+    """Raise ValueError unless this is None or an activation that can be fused."""
     if not (activation is None or isinstance(activation, str)) or activation not in NUMBERS:
         names = ", ".join(map(repr, NUMBERS))
         raise ValueError(f"expected activation to be one of {names}, but got {activation!r}")
 
 
 def check_negative_slope(negative_slope: object) -> None:
-    """Raise TypeError unless it is a number, ValueError unless finite and not negative."""
+    """Raise TypeError unless this is a number, ValueError unless it is finite and not negative."""
     if not is_number(negative_slope):
         raise TypeError(
             f"expected negative_slope to be a number, but got {type(negative_slope).__name__}"
@@ -49,7 +49,7 @@ def check_negative_slope(negative_slope: object) -> None:
         )
 
 
-def follow(output: Tensor, arguments: Arguments) -> Tensor:
+def apply_epilogue(output: Tensor, arguments: Arguments) -> Tensor:
     """Add the residual to a normalized input and apply the activation, by torch's own operators."""
     if arguments.residual is not None:
         output = add_residual(output, arguments.residual)
@@ -66,21 +66,22 @@ def activate(output: Tensor, activation: str | None, negative_slope: float) -> T
         return F.leaky_relu(output, negative_slope)
     if activation == "silu":
         return F.silu(output)
-    # TorchScript knows neither the names above nor their errors.
+    # TorchScript can read neither NUMBERS nor the error of check_activation.
     raise ValueError(f"expected None, 'relu', 'leaky_relu' or 'silu', but got {activation}")
 
 
 def add_residual(output: Tensor, residual: Tensor | None) -> Tensor:
-    """Return their sum, or ``output``."""
+    """Return the sum; without a residual, ``output``."""
     return output if residual is None else output + residual
 
 
-# Symbolic tracing of a layer by itself makes a placeholder of its residual, which may stay None.
+# torch.fx makes a placeholder of the residual where it traces a layer as the root; the value of the
+# placeholder may be None.
 torch.fx.wrap("add_residual")
 
 
 def of_module(module: nn.Module) -> tuple[str, float] | None:
-    """Return the activation and the slope that do what the module does; None if none does."""
+    """Return the activation and the slope that the module applies; None if the operators cannot."""
     if not _compat.does_as_its_class(module):
         return None
     if type(module) is nn.ReLU:
@@ -98,30 +99,29 @@ def is_slope(number: object) -> bool:
 
 
 def describe(activation: str | None, negative_slope: float) -> str:
-    """Return the arguments of a layer that are not the default, for its text."""
+    """Return the arguments that are not the default, for the text of a layer."""
     text = "" if activation is None else f", activation={activation!r}"
     return text if negative_slope == 0.01 else f"{text}, negative_slope={negative_slope}"
 
 
-class Through(NamedTuple):
-    """An activation that a gradient goes through, and what its derivative is computed from.
-
-    Those are the ``constants`` of :func:`syncbn.ops.batch_norm.batch_norm_apply` and, for SiLU, the
-    ``residual``; with a residual and ReLU or leaky ReLU they are the ``output``. ``bias`` is there
-    for higher derivatives of SiLU.
-    """
+class EpilogueGradient(NamedTuple):
+    """The activation of a pass, and the tensors that its derivative is computed from."""
 
     activation: str
     negative_slope: float
+    # The constants of syncbn.ops.batch_norm.batch_norm_apply; None where ``output`` is given.
     constants: Tensor | None
+    # The residual, for SiLU.
     residual: Tensor | None
+    # The output, for ReLU and leaky ReLU after a residual.
     output: Tensor | None
+    # The bias, for higher derivatives of SiLU.
     bias: Tensor | None
 
     def is_stored(self, input: Tensor) -> bool:
-        """Whether dz is computed once: as the gradient of a residual, and for SiLU on CPUs.
+        """Whether dz is stored: as the gradient of a residual, and for SiLU on CPUs.
 
-        There storing it takes less time than computing it again from grad_output and input.
+        On CPUs storing dz takes less time than computing it again from grad_output and input.
         """
         has_residual = self.residual is not None or self.output is not None
         return has_residual or (self.activation == "silu" and input.is_cpu)
@@ -131,10 +131,12 @@ class Through(NamedTuple):
         return self.constants, NUMBERS[self.activation], float(self.negative_slope)
 
 
-def gradient(grad_output: Tensor, z: Tensor, activation: str, negative_slope: float) -> Tensor:
+def activation_gradient(
+    grad_output: Tensor, z: Tensor, activation: str, negative_slope: float
+) -> Tensor:
     """Return ``grad_output`` times the derivative at ``z``, as a differentiable expression.
 
-    For ReLU and leaky ReLU ``z`` may as well be the output, which has its sign.
+    For ReLU and leaky ReLU ``z`` may be the output instead, which has the same sign.
     """
     if activation == "relu":
         return torch.where(z <= 0, 0.0, grad_output)

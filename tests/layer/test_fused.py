@@ -365,7 +365,7 @@ def test_the_plain_layer_gives_operators_nothing_more(monkeypatch):
 
     for name in ("batch_norm_forward", "batch_norm_backward"):
         monkeypatch.setattr(ops, name, spy(name))
-    monkeypatch.setattr(functional.epilogue, "follow", None)
+    monkeypatch.setattr(functional.epilogue, "apply_epilogue", None)
     x = torch.rand(4, 3, requires_grad=True)
     SyncBatchNorm(3)(x).sum().backward()
     # Their arguments up to eps and bias_dtype.

@@ -229,7 +229,7 @@ def convert_differently(rank, world_size, sizes):
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ((1, 2), ["rank 0 came with 1 and rank 1 with 2", "rank 1 came with 2 and rank 0 with 1"]),
+        ((1, 2), ["rank 0 gave 1 and rank 1 gave 2", "rank 1 gave 2 and rank 0 gave 1"]),
         (
             ("node", "node"),
             ["needs the environment", "no groups of 2 ranks were made: rank 0: .*needs"],
@@ -254,7 +254,7 @@ def test_rank_that_does_not_come():
     with Ranks(2, case_seconds=30) as ranks:
         waiting, _ = ranks.outcomes(convert_on_one_rank)
     assert waiting.kind == "RuntimeError"
-    assert "rank 0 makes groups of 1 ranks, and rank 1 did not come" in waiting.message
+    assert "rank 0 makes groups of 1 ranks, but rank 1 does not" in waiting.message
 
 
 def test_without_torch_distributed():
