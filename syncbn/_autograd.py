@@ -112,17 +112,15 @@ class SyncBatchNormFunction(torch.autograd.Function):
         """Return the gradients of input, weight, bias and residual."""
         # Read once: a checkpoint recomputes them at each access.
         input, weight, mean, invstd, count, mask, *source = ctx.saved_tensors
-        epilogue_gradient = (
+        derivative = (
             EpilogueGradient(ctx.activation, ctx.negative_slope, *source) if source else None
         )
-        saved = Saved(
-            input, weight, mean, invstd, count, mask, ctx.eps, ctx.bias_dtype, epilogue_gradient
-        )
+        saved = Saved(input, weight, mean, invstd, count, mask, ctx.eps, ctx.bias_dtype, derivative)
         step = Pass(sync.group_held(ctx.group, ctx.layer), ctx.layer, "backward", input)
         needs_grad_input, *_, needs_grad_residual = ctx.needs_input_grad[:4]
         with _compat.without_torch_function():  # of subclasses, as in forward
             *gradients, grad_residual = backward(grad_output, saved, step, needs_grad_input)
-            if mask is not None and epilogue_gradient is None and needs_grad_residual:
+            if mask is not None and derivative is None and needs_grad_residual:
                 grad_residual = masks.clear(grad_output, mask)
         return *gradients, grad_residual if needs_grad_residual else None, None, None, None
 
@@ -183,7 +181,7 @@ class Saved(NamedTuple):
     mask: Tensor | None
     eps: float
     bias_dtype: torch.dtype | None
-    epilogue_gradient: EpilogueGradient | None = None
+    derivative: EpilogueGradient | None = None
 
     @property
     def gradient_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
@@ -205,9 +203,9 @@ def backward(grad_output: Tensor, saved: Saved, step: Pass, needs_grad_input: bo
     # Inside a backward pass, gradients are recorded exactly under create_graph=True.
     if torch.is_grad_enabled():
         return _differentiable_backward(grad_output, saved, step)
-    input, weight, mean, invstd, count, mask, _, bias_dtype, epilogue_gradient = saved
-    stores_dz = epilogue_gradient is not None and epilogue_gradient.is_stored(input)
-    source = () if epilogue_gradient is None else epilogue_gradient.for_operators()
+    input, weight, mean, invstd, count, mask, _, bias_dtype, derivative = saved
+    stores_dz = derivative is not None and derivative.is_stored(input)
+    source = () if derivative is None else derivative.for_operators()
     grad_input: Tensor | None = None
     if step.group is None and needs_grad_input and not stores_dz:
         with step:
@@ -224,14 +222,14 @@ def backward(grad_output: Tensor, saved: Saved, step: Pass, needs_grad_input: bo
             input = tensors.as_dense(input)
             grad_output = tensors.as_dense(grad_output, like=input)
             operands = (grad_output, input, mean, invstd, *saved.gradient_dtypes, *step.tail)
-            if epilogue_gradient is None or not stores_dz:
+            if derivative is None or not stores_dz:
                 sums, *gradients = ops.batch_norm_backward_reduce(*operands, *source, mask=mask)
             else:
                 sums, *gradients, grad_output = ops.batch_norm_backward_reduce_dz(
                     *operands,
                     *source,
-                    epilogue_gradient.residual,
-                    epilogue_gradient.output,
+                    derivative.residual,
+                    derivative.output,
                     mask=mask,
                 )
                 source = ()  # dz is the product with the activation's derivative
@@ -259,13 +257,13 @@ def backward(grad_output: Tensor, saved: Saved, step: Pass, needs_grad_input: bo
 
 def _differentiable_backward(grad_output: Tensor, saved: Saved, step: Pass) -> Gradients:
     """Do as :func:`backward` in expressions that autograd records; three all-reduces or more."""
-    input, weight, _, _, _, mask, eps, bias_dtype, epilogue_gradient = saved
+    input, weight, _, _, _, mask, eps, bias_dtype, derivative = saved
     total = sync.sum_of(step.group, step.layer)
     if mask is not None:
         grad_output = masks.clear(grad_output, mask)
-    if epilogue_gradient is not None:
-        z = _activation_input(saved, epilogue_gradient, total)
-        grad_output = epilogue.activation_gradient(grad_output.double(), z, *epilogue_gradient[:2])
+    if derivative is not None:
+        z = _activation_input(saved, derivative, total)
+        grad_output = epilogue.activation_gradient(grad_output.double(), z, *derivative[:2])
     grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
         grad_output, input, weight, eps, total, mask
     )
@@ -278,26 +276,20 @@ def _differentiable_backward(grad_output: Tensor, saved: Saved, step: Pass) -> G
 
 
 def _activation_input(
-    saved: Saved, epilogue_gradient: EpilogueGradient, total: Callable[[Tensor], Tensor]
+    saved: Saved, derivative: EpilogueGradient, total: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """Return the input of the activation or, with its sign, the output.
 
     With a gradient only for SiLU: the derivatives of the others are constant wherever they exist.
     """
-    if epilogue_gradient.activation == "silu":
+    if derivative.activation == "silu":
         input, weight, mask, eps = saved.input, saved.weight, saved.mask, saved.eps
-        z = reference.batch_norm(input, weight, epilogue_gradient.bias, eps, total, mask)
-        if epilogue_gradient.residual is None:
+        z = reference.batch_norm(input, weight, derivative.bias, eps, total, mask)
+        if derivative.residual is None:
             return z
-        residual = (
-            epilogue_gradient.residual
-            if mask is None
-            else masks.clear(epilogue_gradient.residual, mask)
-        )
+        residual = derivative.residual if mask is None else masks.clear(derivative.residual, mask)
         return z + residual.to(z.dtype)
-    if epilogue_gradient.constants is not None:
-        return reference.normalize_again(
-            saved.input.detach(), saved.mean, epilogue_gradient.constants
-        )
-    assert epilogue_gradient.output is not None
-    return epilogue_gradient.output
+    if derivative.constants is not None:
+        return reference.normalize_again(saved.input.detach(), saved.mean, derivative.constants)
+    assert derivative.output is not None
+    return derivative.output
