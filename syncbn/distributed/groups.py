@@ -4,6 +4,8 @@ import contextlib
 import os
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
+import torch.distributed as dist
+
 from syncbn import _compat
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup
@@ -52,7 +54,7 @@ def group_of_size(group_size: int | str) -> ProcessGroup:
     made = groups.by_size.get(size)
     if made is None or not _compat.is_registered(made):  # or has been destroyed
         _agree(size, world, groups)
-        made = world if size == world.size() else collectives.new_subgroup(size)
+        made = world if size == world.size() else dist.new_subgroups(size)[0]
         groups.by_size[size] = made
     return made
 
