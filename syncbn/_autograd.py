@@ -152,6 +152,8 @@ def normalize(
         following = (arguments.residual, NUMBERS[arguments.activation], slope, constants)
     try:
         if totals is None:
+            if mask is not None and mask.is_cpu and mask.sum() == 1:
+                raise ValueError(ops.ONE_VALUE)
             results = ops.batch_norm_forward(input, *operands, *following, mask=mask)
         else:
             expectation = step.expectation(totals)

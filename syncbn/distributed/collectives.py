@@ -1,7 +1,7 @@
-"""Process groups and the all-reduce: the only file that calls torch.distributed's functions.
+"""Process groups and their collectives, by torch.distributed.
 
-A forward or backward pass calls :func:`all_reduce_sum` once, or twice where the size of its message
-changes: see protocol.py.
+A forward or backward pass calls :func:`all_reduce_sum` once, or twice if the size of its message
+has changed: see protocol.py.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -34,7 +34,6 @@ __all__ = [
     "is_member",
     "likely_device",
     "name_of",
-    "new_subgroup",
     "resolve_group",
     "start_sum",
     "store_of",
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 
-# A torch that was built without distributed knows no groups.
+# Torch may have been built without torch.distributed.
 _AVAILABLE = dist.is_available()
 if TYPE_CHECKING or _AVAILABLE:
     from torch.distributed import (  # type: ignore[attr-defined]
@@ -56,12 +55,14 @@ if TYPE_CHECKING or _AVAILABLE:
 else:
     DeviceMesh = ProcessGroup = Store = Work = Any
 
-# Returned by torch.distributed.new_group on a rank that is not a member.
-_NON_MEMBER = -100
+_NON_MEMBER = -100  # torch.distributed.new_group returns it on a rank outside of the group
+
+
+# The group of a layer.
 
 
 def group_of_mesh(process_group: Any) -> Any:
-    """Return the group of a mesh as new_group returns groups, and anything else as it is.
+    """Return the group of a mesh, _NON_MEMBER on a rank outside of it; other objects as they are.
 
     Raises:
         ValueError: The mesh has more than one dimension.
@@ -79,7 +80,7 @@ def group_of_mesh(process_group: Any) -> Any:
 
 
 def is_group(process_group: object) -> bool:
-    """Whether this is what :func:`checked_group` takes."""
+    """Whether :func:`checked_group` accepts the object as a group."""
     try:
         checked_group(process_group)
     except TypeError:
@@ -88,10 +89,10 @@ def is_group(process_group: object) -> bool:
 
 
 def checked_group(process_group: object) -> ProcessGroup | None:
-    """Return the group: this, or that of the mesh that this is.
+    """Return the group itself, the group of a mesh, or None for None.
 
     Raises:
-        TypeError: It is neither what ``torch.distributed.new_group`` returns nor a mesh nor None.
+        TypeError: It is neither a group, nor a mesh, nor None.
         ValueError: A mesh has more than one dimension.
     """
     group: Any = group_of_mesh(process_group)
@@ -105,24 +106,23 @@ def checked_group(process_group: object) -> ProcessGroup | None:
 
 
 class GroupReference:
-    """What a layer and a graph of autograd hold in place of their group.
+    """A layer and a graph of autograd hold this object in place of their group.
 
-    A group that torch.distributed has made is held weakly, because a group that nobody holds closes
-    its connections as it is destroyed, by which the other ranks hear of it. Copies share it.
+    The reference to a group of torch.distributed is weak. ``destroy_process_group`` then frees the
+    group, which closes its connections, and so the other ranks notice. Copies share the object.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
-        self._strong: ProcessGroup | None = group
+        self._strong: ProcessGroup | None = group  # None for a group of torch.distributed
         if _AVAILABLE and isinstance(group, ProcessGroup) and _compat.is_registered(group):
-            self._strong = None
-            self._weak = ref(group)
-            self._rank, self._name = group.rank(), name_of(group)
+            self._strong, self._weak = None, ref(group)
+            self._rank, self._name = group.rank(), name_of(group)  # for the error
 
     def get(self) -> ProcessGroup:
         """Return the group.
 
         Raises:
-            ValueError: It was destroyed.
+            ValueError: The group was destroyed.
         """
         group = self._weak() if self._strong is None else self._strong
         if group is None:
@@ -134,7 +134,7 @@ class GroupReference:
 
 
 def destroyed(rank: int, name: str) -> ValueError:
-    """Return the error of a rank that is to use a group which was destroyed."""
+    """Return the error for the use of a destroyed group."""
     return ValueError(
         f"rank {rank} is to use the process_group {name!r}, which was destroyed; give the layer "
         "another group, or None for all ranks"
@@ -142,24 +142,18 @@ def destroyed(rank: int, name: str) -> ValueError:
 
 
 def world() -> ProcessGroup | None:
-    """Return the group of all ranks; None where torch.distributed is not initialized."""
+    """Return the group of all ranks; None if torch.distributed is not initialized."""
     return dist.group.WORLD if _AVAILABLE and dist.is_initialized() else None
 
 
-def new_subgroup(size: int) -> ProcessGroup:
-    """Return this rank's group of ``size`` neighbors; all ranks call it, ``size`` divides them."""
-    group, _ = dist.new_subgroups(size)
-    return group  # type: ignore[no-any-return]
-
-
 def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group to synchronize with, or None where this process is alone.
+    """Return the group to synchronize with, or None for a single process.
 
     Raises:
-        TypeError: It is not a group.
+        TypeError: ``process_group`` is not a group.
         ValueError: This rank is not a member of the group.
     """
-    # A group that is given needs no default group beside it.
+    # An explicit group works without a default group.
     if not _AVAILABLE or (process_group is None and not dist.is_initialized()):
         return None
     group = dist.group.WORLD if process_group is None else process_group
@@ -175,23 +169,23 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
 
 
 def is_member(process_group: ProcessGroup | None) -> bool:
-    """Whether this rank is in the group, which may be what ``new_group`` returns to others."""
+    """Whether this rank is in the group; on other ranks ``new_group`` returns a number."""
     return not isinstance(process_group, int)
 
 
 def global_rank(group: ProcessGroup, rank: int) -> int:
-    """Return the number that a rank of the group has among all ranks."""
+    """Return the global rank of a rank of the group."""
     try:
         return dist.get_global_rank(group, rank)
-    except ValueError:  # a group that torch.distributed has not made
+    except ValueError:  # torch.distributed has not made the group
         return rank
 
 
 def group_named(name: str) -> ProcessGroup:
-    """Return the group of this name, which a graph holds in place of the group.
+    """Return the group of this name. Graphs hold names of groups.
 
     Raises:
-        RuntimeError: torch.distributed knows no group of this name.
+        RuntimeError: torch.distributed has no group of this name.
     """
     try:
         return _compat.resolve_process_group(name)
@@ -207,8 +201,11 @@ def _this_rank() -> str:
     return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
 
 
+# Properties of a group.
+
+
 def name_of(group: ProcessGroup) -> str:
-    """Return the name that torch.distributed has given a group; empty if it has none."""
+    """Return the name of a group in torch.distributed; empty if it has none."""
     try:
         return str(group.group_name)
     except (AttributeError, RuntimeError, ValueError):
@@ -224,10 +221,10 @@ def store_of(group: ProcessGroup) -> Store | None:
 
 
 def adds_up(group: ProcessGroup) -> bool:
-    """Whether the group's collectives compute: those of torch's fake backend do not."""
+    """Whether the group's collectives compute sums; torch's fake backend computes none."""
     try:
         return bool(dist.get_backend(group) != "fake")
-    except (ValueError, RuntimeError):  # a group that torch.distributed has not made
+    except (ValueError, RuntimeError):  # torch.distributed has not made the group
         return True
 
 
@@ -237,13 +234,12 @@ def is_debugging() -> bool:
 
 
 def likely_device(group: ProcessGroup, own: torch.device | None = None) -> torch.device:
-    """Return where the other ranks' tensors probably are.
+    """Return the probable device of the other ranks' tensors.
 
-    That is where this rank's ``own`` are, unless it has none or the group has backends for other
-    devices alone.
+    It is ``own``, the device of this rank's tensors, if the group has a backend for it.
     """
     backends = _compat.device_types(group)
-    if own is not None and (own.type in backends or not backends):  # none: written in Python
+    if own is not None and (own.type in backends or not backends):  # a group in Python has none
         return own
     for kind in sorted(backends - {"cpu"}):
         if "cpu" not in backends or _compat.is_initialized(kind):
@@ -251,7 +247,7 @@ def likely_device(group: ProcessGroup, own: torch.device | None = None) -> torch
     return torch.device("cpu")
 
 
-# Torch 2.15 refuses to compile code that looks at a group's backends.
+# Torch 2.15 refuses to compile code that reads a group's backends.
 @_compat.uncompiled
 def cuda_backend(group: ProcessGroup) -> str:
     """Return the name of the backend for CUDA tensors, such as "gloo"; empty if there is none."""
@@ -261,15 +257,18 @@ def cuda_backend(group: ProcessGroup) -> str:
         return ""
 
 
-def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:
-    """Return the sum of ``tensor`` over the group's ranks; ``tensor`` itself may be overwritten.
+# Collectives.
 
-    Profiles show the collective under the label, if any.
+
+def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:
+    """Return the sum of ``tensor`` over the group's ranks, and perhaps overwrite ``tensor``.
+
+    A profile shows the collective under the label, if there is one.
     """
     if label:
         with torch.profiler.record_function(label):
             return all_reduce_sum(tensor, group)
-    # A dispatch mode, such as selective checkpointing's, may keep an operator's result for later.
+    # A dispatch mode may store an operator's result for later: selective checkpointing does.
     if _compat.num_dispatch_modes() > 0 and name_of(group):
         return _compat.wait(_compat.all_reduce(tensor, group.group_name))
     dist.all_reduce(tensor, group=group)
@@ -277,14 +276,14 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tens
 
 
 def start_sum(tensor: Tensor, group: ProcessGroup) -> Work | None:
-    """Start to take part in a sum, whose result is not needed; return what can be waited for."""
+    """Start a sum whose result this rank does not need; return the object to wait for."""
     return dist.all_reduce(tensor, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
 def are_equal(digests: list[tuple[ProcessGroup, bytes]]) -> list[bool]:
-    """Return for each group whether its ranks gave the same 16 bytes; one collective for each.
+    """Return for each group whether its ranks gave the same 16 bytes, by one collective for each.
 
-    All are started before one is waited for: ranks may have different groups.
+    All collectives start before the first wait: ranks may have different groups.
     """
     started = []
     for group, digest in digests:
@@ -302,7 +301,7 @@ def are_equal(digests: list[tuple[ProcessGroup, bytes]]) -> list[bool]:
 
 
 def gather(value: Any, group: ProcessGroup) -> list[Any]:
-    """Return what each rank of the group gives: anything that can be pickled."""
+    """Return the value of each rank of the group; values must be picklable."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

@@ -3,6 +3,8 @@
 import contextlib
 import os
 
+import torch.distributed as dist
+
 from syncbn import _compat
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup
@@ -40,7 +42,7 @@ def group_of_size(group_size: int | str) -> ProcessGroup:
     group = state.neighbors.get(size)
     if group is None or not _compat.is_registered(group):  # never made, or destroyed
         _compare(size, world, state)
-        group = world if size == world.size() else collectives.new_subgroup(size)
+        group = world if size == world.size() else dist.new_subgroups(size)[0]
         state.neighbors[size] = group
     return group
 

@@ -155,7 +155,6 @@ class GroupState:
         backend = collectives.cuda_backend(group)
         # Weak: the state exists for as long as the group does.
         self._group = ref(group)
-        self.rank, self.num_ranks = group.rank(), group.size()
         # A rank over NCCL may be passes ahead of another.
         self.store = GroupStore(group, keeps_keys=backend not in ("", "gloo"))
         # The records by key and number of their layer, and by direction.
@@ -186,7 +185,7 @@ class GroupState:
         self.waits_for_cuda = backend == "gloo"
         self._statuses: dict[torch.device, DeviceStatus] = {}
         # The number of fingerprints in the sum that a status is about.
-        self.num_verified = self.num_ranks
+        self.num_verified = group.size()
         # NCCL: sizes of the latest messages, how often ranks have aligned, see abort.align, and
         # whether they may have made different numbers of passes.
         self.sizes_sent: deque[int] = deque(maxlen=_MAX_AHEAD)
@@ -199,6 +198,11 @@ class GroupState:
         group = self._group()
         assert group is not None  # whoever has the state has the group
         return group
+
+    @property
+    def num_ranks(self) -> int:
+        """The size of the group, which may change."""
+        return self.group.size()
 
     def record(self, layer: Identity, direction: str) -> PassRecord:
         """Return the record of a pass."""
@@ -285,12 +289,12 @@ class GroupState:
         text = f"runs {record}"
         if record.direction in _OF_CHANNELS:
             text += f" with {channels_of(self.size)} channels"
-        return PassReport(self.size, int(record.fingerprint), self.rank, text)
+        return PassReport(self.size, int(record.fingerprint), self.group.rank(), text)
 
     def report_abort(self, error: BaseException) -> str:
         """Write why this rank aborts the pass, before it does; return the text."""
         text = f"{type(error).__name__}: {str(error)[:_MAX_CHARACTERS]}"
-        self.store.write_abort(PassReport(0, 0, self.rank, text))
+        self.store.write_abort(PassReport(0, 0, self.group.rank(), text))
         return text
 
     def size_to_abort(self, size: int | None, text: str, device: torch.device) -> int:
@@ -306,7 +310,7 @@ class GroupState:
             expected = self._expected()
             if expected:
                 return expected
-            report = PassReport(size or 0, 0, self.rank, text)
+            report = PassReport(size or 0, 0, self.group.rank(), text)
             first = self.store.write_first(report, self._count_operations(device))
             if first is not None:
                 return first.size

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from syncbn import _compat
-from syncbn.ops import _extension, epilogue, masks
+from syncbn.ops import _extension, epilogue, fallback, masks
 from syncbn.ops.arguments import Arguments, is_number
 
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -37,6 +37,7 @@ def check_training(input: Tensor, arguments: Arguments, *, single_process: bool)
         elif _is_input_ordinary(input) and _are_vectors_ordinary(input, arguments):
             return
     check_all(input, arguments, single_process=single_process)
+    fallback.check_device(input.device)
 
 
 def check_all(input: Tensor, arguments: Arguments, *, single_process: bool) -> None:

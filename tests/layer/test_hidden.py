@@ -16,7 +16,7 @@ from paths import ROOT
 FILES = [
     *(f"tests/operators/test_batch_norm_{name}.py" for name in ("stats", "apply")),
     *(f"tests/operators/test_batch_norm_backward_{name}.py" for name in ("reduce", "apply")),
-    *(f"tests/operators/test_{name}.py" for name in ("activations", "alone", "tail")),
+    *(f"tests/operators/test_{name}.py" for name in ("activations", "single_process", "tail")),
     *(f"tests/layer/test_{name}.py" for name in ("functional", "layout", "masks", "reference")),
     "tests/ranks/test_masks.py",
 ]
