@@ -5,7 +5,13 @@ from syncbn.ops._extension import build_info  # isort: skip
 from syncbn.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from syncbn.functional import sync_batch_norm
 from syncbn.fusion.fuse import explain_fusion, fuse_activations
-from syncbn.modules import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from syncbn.modules import (
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+    _reconstruct,  # noqa: F401  # pickles name it
+)
 from syncbn.utils.consistency import check_synchronized
 from syncbn.utils.freeze import freeze_statistics, unfreeze_statistics
 from syncbn.utils.precise_bn import recompute_statistics

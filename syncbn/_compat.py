@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "INPUT_CHECK",
     "PRE_DISPATCH",
+    "PROXY_ATTRIBUTES",
     "BatchNormBase",
     "FakeTensor",
     "all_reduce",
@@ -77,6 +78,9 @@ num_dispatch_modes = torch._C._len_torch_dispatch_stack
 is_dispatch_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 # Included where a graph is recorded before autograd: torch.export's, make_fx(pre_dispatch=True)'s.
 PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+# The attributes that torch.fx sets on its proxies.
+PROXY_ATTRIBUTES = ("node", "tracer", "root", "attr", "_node")
 
 _RECORDING_MODES = (
     torch._C._TorchDispatchModeKey.PROXY,

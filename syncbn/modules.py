@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "RECONSTRUCTIONS",
     "BatchNorm",
     "LayerState",
     "ModuleT",
@@ -68,6 +69,25 @@ class WarnOnForeignConversion:
 
 
 is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
+
+# By kind, the functions that rebuild the objects of a pickle. convert.py and fusion/ add theirs.
+RECONSTRUCTIONS: dict[str, Callable[..., Any]] = {}
+
+
+def _reconstruct(kind: str, *arguments: Any) -> Any:
+    """Rebuild an object of a pickle: the only private name of syncbn that pickles hold.
+
+    A kind and its arguments stay for ever, because files hold them: tests/data has one of each.
+    """
+    if kind not in RECONSTRUCTIONS:
+        raise ValueError(
+            f"this version of syncbn cannot load an object of kind {kind!r}; load the file with "
+            "the version that wrote it, or save a state_dict"
+        )
+    return RECONSTRUCTIONS[kind](*arguments)
+
+
+_reconstruct.__module__ = "syncbn"  # its path in pickles
 
 
 def _normalize_valid(

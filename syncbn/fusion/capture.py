@@ -1,12 +1,14 @@
-"""The graph of a block's code, as torch.fx traces it, or why none can take its place."""
+"""The graph of a module's code, as torch.fx traces it, or why no graph can replace the code."""
 
 import collections
 import copy
 import inspect
+import pickle
 import random
 import sys
 import types
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,68 +16,10 @@ import torch.fx
 from torch import nn
 
 from syncbn import _compat
-from syncbn.fusion.graph_module import FusedBlock, class_of_block, graph_attributes
-from syncbn.fusion.tracer import BlockTracer, OnlyRecorded, Untraceable
+from syncbn.fusion.graph_module import original_class
+from syncbn.fusion.tracer import ModuleTracer, OnlyRecorded, TraceError
 
-__all__ = ["called_modules", "check_class", "is_sequential", "trace"]
-
-
-# Methods by which a class makes, copies or loads its objects in its own way.
-_COPYING = {"__new__", "__copy__", "__deepcopy__", "__getstate__", "__setstate__"}
-_COPYING |= {"__reduce__", "__reduce_ex__"}
-
-
-def check_class(block: nn.Module, cls: type[nn.Module]) -> None:
-    """Raise Untraceable where the block's class says that no graph can take its code's place."""
-    if not isinstance(cls.forward, types.FunctionType) or "forward" in vars(block):
-        raise Untraceable(f"{cls.__name__} has no ordinary method forward")
-    reserved = {*dir(torch.fx.GraphModule)} - {*dir(nn.Module)}
-    attributes = set() if isinstance(block, FusedBlock) else {*vars(block)}
-    taken = reserved & {*dir(cls), *_compat.children(block)}
-    taken |= graph_attributes().keys() & attributes
-    taken |= {n for n in _COPYING if getattr(cls, n, None) is not getattr(nn.Module, n, None)}
-    if taken:
-        names = ", ".join(sorted(taken))
-        raise Untraceable(f"{cls.__name__} has {names} of its own, as a GraphModule has")
-    for parameter in list(inspect.signature(cls.forward).parameters.values())[1:]:
-        is_plain = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        if not is_plain or parameter.default is not parameter.empty:
-            raise Untraceable(f"{cls.__name__}.forward has an optional argument {parameter.name!r}")
-    if any("__init_subclass__" in vars(base) for base in _own_classes(cls)):
-        raise Untraceable(f"{cls.__name__} wants to know of the classes that derive from it")
-    if "type" in _names_in_code(cls):  # isinstance() sees to it itself
-        raise Untraceable(f"the code of {cls.__name__} asks of what type a value is")
-
-
-def _own_classes(cls: type[nn.Module]) -> tuple[type, ...]:
-    return cls.__mro__[: cls.__mro__.index(nn.Module)]
-
-
-def _names_in_code(cls: type[nn.Module]) -> set[str]:
-    """Return the names that forward uses, and the methods and functions of others that it calls."""
-    names: set[str] = set()
-    own = [vars(base) for base in _own_classes(cls)]
-    functions: list[Any] = [cls.forward]
-    for function in functions:  # grows by what each calls
-        codes = [function.__code__]
-        for code in codes:  # grows by the functions within
-            codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-            names |= {*code.co_names}
-        used = [name for code in codes for name in code.co_names]
-        called = [of.get(name) for of in (function.__globals__, *own) for name in used]
-        called += [_contents_of(cell) for cell in function.__closure__ or ()]
-        for other in called:
-            is_new = isinstance(other, types.FunctionType) and other not in functions
-            if is_new and not (other.__module__ or "").startswith("torch."):
-                functions.append(other)
-    return names
-
-
-def _contents_of(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not yet assigned
-        return None
+__all__ = ["called_modules", "is_sequential", "trace"]
 
 
 def is_sequential(module: nn.Module) -> bool:
@@ -84,97 +28,102 @@ def is_sequential(module: nn.Module) -> bool:
     return runs_children and _compat.does_as_its_class(module)
 
 
-def trace(block: nn.Module, opened: set[nn.Module]) -> torch.fx.Graph:
-    """Return the graph of a block's code, in which its children are calls, but those ``opened``.
+def trace(module: nn.Module, inlined: set[nn.Module]) -> torch.fx.Graph:
+    """Return the graph of a module's code, in which its children are calls, but the ``inlined``.
 
     Raises:
-        Untraceable: There is none, or it would do something else for other arguments, in the other
+        TraceError: There is none, or it would do something else for other arguments, in the other
             mode, or the second time.
     """
-    cls = class_of_block(block)
-    check_class(block, cls)
-    training, evaluation = _graphs_of_modes(block, opened)
+    cls = original_class(module)
+    _check_forward(module, cls)
+    training, evaluation = _graphs_of_modes(module, inlined)
     if training.python_code("self").src != evaluation.python_code("self").src:
-        raise Untraceable(f"the code of {cls.__name__} differs between training and evaluation")
+        raise TraceError(f"the code of {cls.__name__} differs between training and evaluation")
     for node in training.nodes:
         node.type = None  # annotations, which the generated code would have to import
     return training
 
 
-def called_modules(block: nn.Module) -> set[nn.Module]:
-    """Return the modules that a block's code calls, each as a whole.
+def called_modules(module: nn.Module) -> set[nn.Module]:
+    """Return the modules that a module's code calls, each as a whole.
 
     Raises:
-        Untraceable: They depend on more than the mode.
+        TraceError: They depend on more than the mode.
     """
     return {
-        block.get_submodule(str(node.target))
-        for graph in _graphs_of_modes(block, opened=set())
+        module.get_submodule(str(node.target))
+        for graph in _graphs_of_modes(module, inlined=set())
         for node in graph.nodes
         if node.op == "call_module"
     }
 
 
-def _graphs_of_modes(block: nn.Module, opened: set[nn.Module]) -> list[torch.fx.Graph]:
-    """Return the graph in training, and that in evaluation without gradients."""
-    # The code runs on a copy, and on the block's own children: what it changes in them is undone.
-    root = nn.Module.__new__(class_of_block(block))
-    vars(root).update(vars(block))
+def _check_forward(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Raise TraceError unless ``forward`` is a method with plain arguments, of code in Python."""
+    is_generated = issubclass(cls, torch.fx.GraphModule)
+    is_method = isinstance(cls.forward, types.FunctionType) and "forward" not in vars(module)
+    if is_generated or not is_method:
+        raise TraceError(f"{cls.__name__} has no ordinary method forward")
+    for parameter in list(inspect.signature(cls.forward).parameters.values())[1:]:
+        is_plain = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if not is_plain or parameter.default is not parameter.empty:
+            raise TraceError(f"{cls.__name__}.forward has an optional argument {parameter.name!r}")
+
+
+def _graphs_of_modes(module: nn.Module, inlined: set[nn.Module]) -> list[torch.fx.Graph]:
+    """Return the graph in training, and the graph in evaluation without gradients."""
+    # The code runs on a copy of the module, which has the module's own children.
+    root = nn.Module.__new__(original_class(module))
+    vars(root).update(vars(module))
     name = type(root).__name__
-    states = [_State(module) for module in (root, *block.modules()) if module is not block]
-    generators = _generator_states()
+    modes = {m: m.training for m in root.modules()}
+    attributes = _contents(modes)
+    generators = _generators()
     graphs = []
     try:
         for mode in (True, False):
-            for module in root.modules():
-                module.training = mode
+            for m in modes:
+                m.training = mode
             with warnings.catch_warnings(), torch.set_grad_enabled(mode), OnlyRecorded():
                 warnings.simplefilter("ignore")
-                graphs.append(BlockTracer(opened).trace(root))
-    except Untraceable:
+                graphs.append(ModuleTracer(inlined).trace(root))
+    except TraceError:
         raise
     except Exception as error:
-        words = str(error).strip().partition("\n")[0]
-        raise Untraceable(f"torch.fx cannot trace {name}: {words}") from None
+        message = str(error).strip().partition("\n")[0]
+        raise TraceError(f"torch.fx cannot trace {name}: {message}") from None
     finally:
-        changed = [state for state in states if state.restore()]
-        drew = _generator_states() != generators
-        _set_generator_states(generators)
-    if changed:
-        raise Untraceable(f"the code of {name} sets attributes")
-    if drew:
-        raise Untraceable(f"the code of {name} draws random numbers that its graph would keep")
+        for m, mode in modes.items():
+            m.training = mode
+        has_set = _restore(attributes)
+        has_drawn = False
+        for (set_state, state, before), (_, _, now) in zip(generators, _generators(), strict=False):
+            has_drawn |= now != before
+            set_state(state)
+    if has_set:
+        raise TraceError(f"the code of {name} sets attributes")
+    if has_drawn:
+        raise TraceError(f"the code of {name} draws random numbers that its graph would keep")
     return graphs
 
 
-class _State:
-    """The attributes of a module, and what is in those that are containers."""
+def _contents(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:
+    """Return the containers in the attributes of modules, the modules' own first, with copies."""
+    own = [vars(module) for module in modules]
+    inner = [value for attributes in own for value in attributes.values()]
+    kinds = (dict, list, set, collections.deque)
+    return [(value, copy.copy(value)) for value in (*own, *inner) if isinstance(value, kinds)]
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.attributes = dict(vars(module))
-        self.contents = {
-            name: copy.copy(value)
-            for name, value in self.attributes.items()
-            if isinstance(value, (dict, list, set, collections.deque))
-        }
 
-    def restore(self) -> bool:
-        """Put back what has changed but for the mode, and return whether anything had."""
-        now, mode = vars(self.module), self.attributes["training"]
-        now["training"] = mode
-        changed = _identities(now) != _identities(self.attributes)
-        if changed:
-            now.clear()
-            now.update(self.attributes)
-        for name, value in self.contents.items():
-            container: Any = now[name]
-            if _identities(container) != _identities(value):
-                changed = True
-                container.clear()
-                is_set = isinstance(value, (dict, set))
-                (container.update if is_set else container.extend)(value)
-        return changed
+def _restore(contents: list[tuple[Any, Any]]) -> bool:
+    """Give containers their contents back, and return whether one of them had changed."""
+    changed = [pair for pair in contents if _identities(pair[0]) != _identities(pair[1])]
+    for container, before in changed:
+        container.clear()
+        is_set = isinstance(before, (dict, set))
+        (container.update if is_set else container.extend)(before)
+    return bool(changed)
 
 
 def _identities(container: Any) -> list[Any]:
@@ -183,17 +132,14 @@ def _identities(container: Any) -> list[Any]:
     return [id(value) for value in container]
 
 
-def _generator_states() -> tuple[Any, ...]:
-    """Return the states of the generators of random numbers that programs share."""
-    states: tuple[Any, ...] = (torch.get_rng_state().tolist(), random.getstate())
+def _generators() -> list[tuple[Any, Any, Any]]:
+    """Return the shared random number generators: how to set each, its state, and that as bytes."""
+    state = torch.get_rng_state()
+    generators = [
+        (torch.set_rng_state, state, bytes(state.tolist())),
+        (random.setstate, random.getstate(), pickle.dumps(random.getstate())),
+    ]
     if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        states += (kind, keys.tolist(), *rest)
-    return states
-
-
-def _set_generator_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(torch.tensor(states[0], dtype=torch.uint8, device="cpu"))
-    random.setstate(states[1])
-    if len(states) > 2:
-        sys.modules["numpy"].random.set_state(states[2:])
+        numpy = sys.modules["numpy"].random
+        generators.append((numpy.set_state, numpy.get_state(), pickle.dumps(numpy.get_state())))
+    return generators

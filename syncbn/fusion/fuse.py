@@ -1,4 +1,4 @@
-"""fuse_activations(): activations and additions into the layers they follow; explain_fusion()."""
+"""fuse_activations() and explain_fusion()."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from torch import nn
 from syncbn import _compat
 from syncbn._compat import BatchNormBase
 from syncbn.fusion import capture, graph_module, patterns
-from syncbn.fusion.tracer import Untraceable
+from syncbn.fusion.tracer import TraceError
 from syncbn.modules import ModuleT, SyncBatchNorm, SyncBatchNormAct
 from syncbn.ops import epilogue
 
@@ -16,7 +16,7 @@ __all__ = ["FusedLayer", "FusionReport", "LeftLayer", "explain_fusion", "fuse_ac
 
 
 class FusedLayer(NamedTuple):
-    """A layer that applies an activation, and whether it adds a residual before."""
+    """A layer that applies an activation, and whether it adds a residual before it."""
 
     name: str
     activation: str
@@ -24,7 +24,7 @@ class FusedLayer(NamedTuple):
 
 
 class LeftLayer(NamedTuple):
-    """A layer that applies none, and why."""
+    """A layer that applies no activation, and the reason."""
 
     name: str
     reason: str
@@ -48,22 +48,23 @@ class FusionReport(NamedTuple):
 
 
 def fuse_activations(model: ModuleT) -> ModuleT:
-    """Fuse activations and additions into the SyncBatchNorm layers of a model that they follow.
+    """Fuse activations and additions into the SyncBatchNorm layers that they follow.
 
-    Such a layer trains in as many passes over memory as without them. Fused are ReLU,
-    LeakyReLU and SiLU right behind a layer, in an ``nn.Sequential``, in timm's ``BatchNormAct2d``
-    (which conversion alone does) and, where ``torch.fx`` can trace it, in the code of a module; in
-    code also behind the addition of another value of the same shape and dtype. Results,
-    state_dict and parameters stay; :func:`explain_fusion` tells what is left and why;
-    :func:`syncbn.revert_sync_batchnorm` takes all of it back.
+    A fused layer makes no more passes over memory in training than a layer without activation.
+    ReLU, LeakyReLU and SiLU are fused directly after a layer: in an ``nn.Sequential``, in timm's
+    ``BatchNormAct2d`` (conversion does that) and in the code of a module, if ``torch.fx`` can trace
+    it. In code they are also fused after the addition of a value of the same shape and dtype.
+    Results, state_dict and parameters do not change. :func:`explain_fusion` lists the other layers
+    and the reasons; :func:`syncbn.revert_sync_batchnorm` undoes the fusion.
 
-    Convert first and compile after. In a Sequential an identity takes the activation's place: who
-    takes a part of the Sequential finds the activation in the layer. A module whose code is fused
-    becomes a ``torch.fx.GraphModule`` that is still of its own class: attributes and globals that
-    its code reads, but for ``training`` and tensors, are those of this call from then on, and so
-    are arguments that are None. Exchange modules, and change their code, before the call or after
-    a revert. All ranks must fuse alike, because a layer that takes an addition runs where that
-    stands.
+    Convert before and compile after this call. In a Sequential an identity replaces the activation;
+    a slice of the Sequential has the activation in the layer. A module with fused code gets a class
+    that derives from its own class and runs a graph. The graph keeps the attributes and globals
+    that the code reads, except ``training`` and tensors, as they are at this call. It is traced
+    with values of no type: code that calls isinstance() on a value is not fused; code must not
+    compare ``type()`` of a value. Replace modules and change code before the call or after a
+    revert. All ranks must fuse the same layers, because a layer with an addition runs when the
+    addition does.
 
     Args:
         model: The model, with converted layers; changed in place.
@@ -73,8 +74,8 @@ def fuse_activations(model: ModuleT) -> ModuleT:
 
     Raises:
         TypeError: ``model`` is not a module.
-        ValueError: The model or a part of it with layers in it has been compiled. Nothing has been
-            changed then.
+        ValueError: The model, or a module in it that contains layers, has been compiled. The model
+            is unchanged.
 
     Example:
         >>> from torch import nn
@@ -86,33 +87,34 @@ def fuse_activations(model: ModuleT) -> ModuleT:
     _compat.check_module(model)
     _check_not_compiled(model)
     plan = _Plan(model)
-    # What may raise comes before the first change.
-    graphs = [
-        (block, graph_module.fused_class(graph_module.class_of_block(block)), graph)
-        for block, graph in plan.blocks
-        if not isinstance(block, graph_module.FusedBlock)
-        or block.code != graph.python_code("self").src
-    ]
+    classes = plan.fused_classes()  # before the first change, because it may raise
     for neighbours in plan.neighbours:
         layer = neighbours.layer
         children = _compat.children(neighbours.parent)
         activation = children[neighbours.name]
         assert activation is not None
         children[neighbours.name] = graph_module.FusedActivation(layer, activation)
-        layer.activation, layer.negative_slope = neighbours.what
-    for block, cls, graph in graphs:
-        graph_module.run_graph(block, cls, graph)
+        layer.activation, layer.negative_slope = neighbours.activation
+    for module, cls in classes.items():
+        module.__class__ = cls  # type: ignore[assignment]
     return model
 
 
+def fuse_code(module: nn.Module) -> None:
+    """Fuse the layers that a module's own code calls."""
+    cls = _Plan(module).fused_classes().get(module)
+    if cls is not None:
+        module.__class__ = cls  # type: ignore[assignment]
+
+
 def explain_fusion(model: nn.Module) -> FusionReport:
-    """Report what :func:`fuse_activations` fuses in a model or has fused; change nothing.
+    """Report the layers that :func:`fuse_activations` fuses or has fused; change nothing.
 
     Args:
         model: The model.
 
     Returns:
-        The layers that are or would be ``fused``, and those that are ``left``, with the reason.
+        The ``fused`` layers, and the layers that are ``left``, each with the reason.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -137,49 +139,62 @@ def _check_not_compiled(model: nn.Module) -> None:
         if is_compiled and any(isinstance(layer, SyncBatchNorm) for layer in module.modules()):
             what = f"the module {name!r}" if name else "the model"
             raise ValueError(
-                f"{what} has been compiled, so that its old code would go on to run; fuse the "
+                f"{what} has been compiled, and the compiled code would run unchanged; fuse the "
                 "model first and compile after that"
             )
 
 
 class _Neighbours(NamedTuple):
-    """A layer, and the place of the activation behind it in a Sequential."""
+    """A layer and the activation after it in a Sequential."""
 
     layer: SyncBatchNorm
-    parent: nn.Module
-    name: str
-    what: tuple[str, float]
+    parent: nn.Module  # the Sequential
+    name: str  # of the activation, in it
+    activation: tuple[str, float]
 
 
 class _Plan:
-    """What can be fused in a model: neighbours, and the graphs of blocks."""
+    """The fusions that a model allows: neighbours in Sequentials, and graphs of modules."""
 
     def __init__(self, model: nn.Module) -> None:
         self.neighbours: list[_Neighbours] = []
-        self.blocks: list[tuple[nn.Module, torch.fx.Graph]] = []
-        # Each layer with what it is fused with, or why it is not.
+        # The new graphs of modules, with the fused calls.
+        self.graphs: dict[nn.Module, torch.fx.Graph] = {}
+        # By the layer's name: its activation and whether it adds a residual, or why not.
         self.layers: dict[str, tuple[str, bool] | str] = {}
+        # Each module's parents, with its name in them.
         self._parents: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        # The results of _called_by().
         self._called: dict[nn.Module, set[nn.Module] | str] = {}
         for parent in model.modules():
             for name, child in _compat.children(parent).items():
                 if child is not None:
                     self._parents.setdefault(child, []).append((parent, name))
-        in_blocks: dict[nn.Module, dict[nn.Module, str]] = {}
+        in_code: dict[nn.Module, dict[nn.Module, str]] = {}
         for name, layer in model.named_modules():
             if not isinstance(layer, BatchNormBase):
                 continue
-            block = None
-            found = self._by_itself(layer)
+            caller = None
+            found = self._by_itself(layer) or self._in_sequential(layer)
             if found is None:
-                found = self._in_sequential(layer)
-            if found is None:
-                block, found = self._block_of(layer)
+                caller, found = self._caller_of(layer)
             self.layers[name] = found
-            if block is not None:
-                in_blocks.setdefault(block, {})[layer] = name
-        for block, names in in_blocks.items():
-            self._trace(block, names)
+            if caller is not None:
+                in_code.setdefault(caller, {})[layer] = name
+        for caller, names in in_code.items():
+            self._trace(caller, names)
+
+    def fused_classes(self) -> dict[nn.Module, type[graph_module.FusedModule]]:
+        """Return the modules whose code is to be fused, each with its new class."""
+        classes = {}
+        for module, graph in self.graphs.items():
+            traced = torch.fx.GraphModule(module, graph)
+            if getattr(module, "_syncbn_code", None) != traced.code:
+                forward, cls = type(traced).forward, graph_module.original_class(module)
+                classes[module] = graph_module.fused_class(
+                    cls, forward=forward, _syncbn_code=traced.code
+                )
+        return classes
 
     def report(self) -> FusionReport:
         report = FusionReport([], [])
@@ -191,7 +206,7 @@ class _Plan:
         return report
 
     def _by_itself(self, layer: nn.Module) -> tuple[str, bool] | str | None:
-        """Return what is known from the layer alone."""
+        """Return the layer's entry if its class or attributes decide it."""
         if not isinstance(layer, SyncBatchNorm):
             return "is not converted"
         if layer._syncbn_takes_activation and layer.activation is not None:
@@ -200,8 +215,8 @@ class _Plan:
             activation = layer.fused_activation()
             if activation is not None:
                 return activation[0], False
-            behind = layer.drop if type(layer.drop) is not nn.Identity else layer.act
-            return f"has {patterns.kind_of(behind)} behind it, which cannot be fused"
+            follower = layer.drop if type(layer.drop) is not nn.Identity else layer.act
+            return f"is followed by {patterns.kind_of(follower)}, which cannot be fused"
         if type(layer).forward is not SyncBatchNorm.forward:
             return f"is a {type(layer).__name__}"
         if _compat.has_hooks(layer):
@@ -209,15 +224,15 @@ class _Plan:
         if not graph_module.is_bare(layer):
             return "has a forward of its own, or has been compiled"
         if len(self._parents.get(layer, ())) > 1:
-            return "is registered at several places"
+            return "is registered at several positions"
         return None
 
     def _in_sequential(self, layer: nn.Module) -> tuple[str, bool] | str | None:
-        """Return what is known from the next layer of a Sequential; None if there is none."""
+        """Return the layer's entry if the next module of its Sequential decides it."""
         if layer not in self._parents:
             return "is the model"
         ((parent, name),) = self._parents[layer]
-        # Its hooks do no harm.
+        # Hooks of the Sequential may stay: they see its input and output.
         if type(parent).forward is not nn.Sequential.forward or "forward" in vars(parent):
             return None
         siblings = [*_compat.children(parent).items()]
@@ -225,18 +240,18 @@ class _Plan:
         if position == len(siblings):
             return None
         name, sibling = siblings[position]
-        what = None if sibling is None else epilogue.of_module(sibling)
-        if what is None or sibling is None:
+        activation = None if sibling is None else epilogue.of_module(sibling)
+        if activation is None:
             return f"is followed by {patterns.kind_of(sibling)}, which cannot be fused"
         reason = self._why_in_parts(parent)
         if reason is not None:
             return reason
         assert isinstance(layer, SyncBatchNorm)
-        self.neighbours.append(_Neighbours(layer, parent, name, what))
-        return what[0], False
+        self.neighbours.append(_Neighbours(layer, parent, name, activation))
+        return activation[0], False
 
     def _why_in_parts(self, sequential: nn.Module) -> str | None:
-        """Return why something else may run the parts of a Sequential; None if nothing does."""
+        """Return why other code may run the parts of a Sequential; None if no code does."""
         parts = {*sequential.modules()} - {sequential}
         above = [sequential]
         for module in above:  # grows up to the modules with code
@@ -251,62 +266,60 @@ class _Plan:
                     return f"is run without its Sequential by the code of {name}"
         return None
 
-    def _called_by(self, block: nn.Module) -> set[nn.Module] | str:
-        """Return the modules that a block's code calls, or why that is not known."""
-        if block not in self._called:
+    def _called_by(self, module: nn.Module) -> set[nn.Module] | str:
+        """Return the modules that a module's code calls, or why they are not known."""
+        if module not in self._called:
             try:
-                self._called[block] = capture.called_modules(block)
-            except Untraceable as reason:
-                self._called[block] = str(reason)
-        return self._called[block]
+                self._called[module] = capture.called_modules(module)
+            except TraceError as reason:
+                self._called[module] = str(reason)
+        return self._called[module]
 
-    def _block_of(self, layer: nn.Module) -> tuple[nn.Module | None, str]:
+    def _caller_of(self, layer: nn.Module) -> tuple[nn.Module | None, str]:
         """Return the module whose code may call the layer, or None and why there is none."""
         module = layer
         while module in self._parents:
             if len(self._parents[module]) > 1:
-                return None, "is registered at several places"
+                return None, "is registered at several positions"
             ((module, _),) = self._parents[module]
             if not _is_container(module):
                 return module, "is not called by the code of its module"
         return None, "is followed by nothing in its Sequential"
 
-    def _trace(self, block: nn.Module, names: dict[nn.Module, str]) -> None:
-        """Find out what can be fused in a block with these layers."""
-        opened = {m for m in block.modules() if m is not block and capture.is_sequential(m)}
+    def _trace(self, module: nn.Module, names: dict[nn.Module, str]) -> None:
+        """Find the layers, of these names, that can be fused in a module's code."""
+        inlined = {m for m in module.modules() if m is not module and capture.is_sequential(m)}
         try:
-            found = patterns.find(block, capture.trace(block, opened), names)
-            # Those without a fused layer in them are called as before.
-            of_fused = [
-                layer for layer, place in found.items() if isinstance(place, patterns.Place)
-            ]
-            graph = capture.trace(block, opened & self._between(of_fused, block))
-        except Untraceable as reason:
+            found = patterns.find(module, capture.trace(module, inlined), names)
+            # A Sequential without a fused layer is called as before.
+            fused = [layer for layer, match in found.items() if isinstance(match, patterns.Match)]
+            graph = capture.trace(module, inlined & self._between(fused, module))
+        except TraceError as reason:
             self.layers.update(dict.fromkeys(names.values(), str(reason)))
             return
-        in_graph = patterns.find(block, graph, names)
-        for layer, place in found.items():
-            if isinstance(place, patterns.Place):  # what is closed now may have been part of it
-                place = in_graph[layer]
-            self.layers[names[layer]] = _entry(place)
-        if any(isinstance(place, patterns.Place) for place in in_graph.values()):
-            patterns.fuse(block, graph, names)
-            self.blocks.append((block, graph))
+        matches = patterns.find(module, graph, names)
+        for layer, match in found.items():
+            if isinstance(match, patterns.Match):  # a Sequential that is a call may change it
+                match = matches[layer]
+            self.layers[names[layer]] = _entry(match)
+        if any(isinstance(match, patterns.Match) for match in matches.values()):
+            patterns.fuse(module, graph, matches.values())
+            self.graphs[module] = graph
 
-    def _between(self, layers: list[nn.Module], block: nn.Module) -> set[nn.Module]:
-        """Return the modules between the layers and their block."""
+    def _between(self, layers: list[nn.Module], module: nn.Module) -> set[nn.Module]:
+        """Return the modules that contain one of the layers and are inside the module."""
         between: set[nn.Module] = set()
-        for module in layers:
-            while module is not block:
-                between.add(module)
-                ((module, _),) = self._parents[module]
+        for child in layers:
+            while child is not module:
+                between.add(child)
+                ((child, _),) = self._parents[child]
         return between
 
 
-def _entry(place: patterns.Place | str) -> tuple[str, bool] | str:
-    return place if isinstance(place, str) else (place.what[0], place.addition is not None)
+def _entry(match: patterns.Match | str) -> tuple[str, bool] | str:
+    return match if isinstance(match, str) else (match.activation[0], match.addition is not None)
 
 
 def _is_container(module: nn.Module) -> bool:
-    """Whether the module has no code that calls its children, or that of a Sequential."""
+    """Whether the module has no code that calls its children, or a Sequential's."""
     return type(module).forward in (nn.Module.forward, nn.Sequential.forward)

@@ -1,7 +1,7 @@
-"""Places in a block's graph where an activation follows a layer, directly or behind an addition."""
+"""Matches in a module's graph: a layer and an activation, with or without an addition between."""
 
 import operator
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -15,86 +15,86 @@ from syncbn.fusion import graph_module
 from syncbn.fusion.tracer import IN_PLACE_OPERATORS
 from syncbn.ops import epilogue
 
-__all__ = ["Place", "find", "fuse", "kind_of"]
+__all__ = ["Match", "find", "fuse", "kind_of"]
 
 
-class Place(NamedTuple):
-    """The nodes of a place in the order of the graph, and what they compute."""
+class Match(NamedTuple):
+    """The nodes of a match in the order of the graph, from the layer to the activation."""
 
     nodes: list[Node]
     addition: Node | None
-    what: tuple[str, float]  # activation and slope
+    activation: tuple[str, float]  # and its slope
 
 
 class _NotFused(Exception):
-    """Why a place cannot be fused."""
+    """Why there is no match."""
 
 
 def find(
-    block: nn.Module, graph: torch.fx.Graph, layers: Container[nn.Module]
-) -> dict[nn.Module, Place | str]:
-    """Return those of the layers that the graph calls, with their place or why they have none."""
-    found: dict[nn.Module, Place | str] = {}
+    module: nn.Module, graph: torch.fx.Graph, layers: Container[nn.Module]
+) -> dict[nn.Module, Match | str]:
+    """Return the layers that the graph calls, each with its match or the reason for none."""
+    found: dict[nn.Module, Match | str] = {}
     taken: set[Node] = set()
-    # Of two summands that of the block's own code, so that its Sequentials stay as they are; then
-    # the one that is computed later, which moves past nothing.
+    # If both addends are layers, prefer the one called in the module's own code, so that the calls
+    # of Sequentials stay; among those, the later one, so that no node has to be moved.
     nodes = sorted(reversed(graph.nodes), key=lambda node: "." in str(node.target))
     for node in nodes:
-        layer = _called(block, node)
+        layer = _called(module, node)
         if layer is None or layer not in layers:
             continue
         if layer in found:
-            found[layer] = "is called at several places"
+            found[layer] = "is called at several positions"
             continue
         try:
-            place = _place(block, node, taken)
+            match = _match(module, node, taken)
         except _NotFused as reason:
             found[layer] = str(reason)
             continue
-        taken.update(place.nodes)
-        found[layer] = place
+        taken.update(match.nodes)
+        found[layer] = match
     return found
 
 
-def fuse(block: nn.Module, graph: torch.fx.Graph, layers: Container[nn.Module]) -> None:
-    """Replace each place of one of the layers by one call."""
-    for place in find(block, graph, layers).values():
-        if isinstance(place, str):
+def fuse(module: nn.Module, graph: torch.fx.Graph, matches: Iterable[Match | str]) -> None:
+    """Replace each match by one call."""
+    for match in matches:
+        if isinstance(match, str):
             continue
-        layer, last = place.nodes[0], place.nodes[-1]
-        # Where the summand is known; what follows is computed from nothing else.
-        with graph.inserting_before(place.addition or layer):
-            module = graph.get_attr(str(layer.target))
-            activation: Any = place.what
+        layer, last = match.nodes[0], match.nodes[-1]
+        # At the addition both addends are known, and the layer's output has no other user.
+        with graph.inserting_before(match.addition or layer):
+            norm = graph.get_attr(str(layer.target))
+            activation: Any = match.activation
             if last.op == "call_module":
                 activation = graph.get_attr(str(last.target))
             function: Any = graph_module.normalize_activate
             operands: tuple[Any, ...] = (layer.args[0],)
-            if place.addition is not None:
+            if match.addition is not None:
                 function = graph_module.normalize_add_activate
-                operands += _other_summand(block, place.addition, place.nodes)
-            call = graph.call_function(function, (module, *operands, activation))
-        call.meta["is_wrapped"] = True  # the generated code says so to the next tracer
+                operands += _other_addend(module, match.addition, match.nodes)
+            call = graph.call_function(function, (norm, *operands, activation))
+        call.meta["is_wrapped"] = True  # the next tracer records the call
         last.replace_all_uses_with(call)
-        for node in reversed(place.nodes):
+        for node in reversed(match.nodes):
             graph.erase_node(node)
     graph.lint()
 
 
-def _called(block: nn.Module, node: Node) -> nn.Module | None:
-    return block.get_submodule(str(node.target)) if node.op == "call_module" else None
+def _called(root: nn.Module, node: Node) -> nn.Module | None:
+    return root.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def kind_of(module: nn.Module | None) -> str:
-    """Return the module's class, and whether it has hooks, for a reason."""
+    """Return the text for a module in a reason: its class, and whether it has hooks."""
     has_hooks = module is not None and _compat.has_hooks(module)
     return f"{type(module).__name__}{' with hooks' * has_hooks}"
 
 
-def _place(block: nn.Module, layer: Node, taken: set[Node]) -> Place:
-    """Return the place that begins with the call of a layer, or raise _NotFused.
+def _match(root: nn.Module, layer: Node, taken: set[Node]) -> Match:
+    """Return the match that begins with the call of a layer, or raise _NotFused.
 
-    Nodes that are ``taken`` belong to other places.
+    Nodes that are ``taken`` belong to other matches.
     """
     if len(layer.args) != 1 or layer.kwargs:
         raise _NotFused("is given other arguments than one input")
@@ -104,17 +104,17 @@ def _place(block: nn.Module, layer: Node, taken: set[Node]) -> Place:
         if node in taken:
             raise _NotFused("is added to another layer, which is fused")
         if addition is None and _is_addition(node):
-            _check_moves(block, layer, node, nodes)
+            _check_moves(root, layer, node, nodes)
             addition = node
-        elif not _is_identity(block, node):
+        elif not _is_identity(root, node):
             break
         nodes.append(node)
-    what = _activation_of(block, node)
-    if what is None:
-        raise _NotFused(f"is followed by {_describe(block, node)}, which cannot be fused")
-    if addition is not None and what[0] == "silu":
-        _check_stays(block, _other_summand(block, addition, nodes)[0], addition)
-    return Place([*nodes, node], addition, what)
+    activation = _activation_of(root, node)
+    if activation is None:
+        raise _NotFused(f"is followed by {_describe(root, node)}, which cannot be fused")
+    if addition is not None and activation[0] == "silu":
+        _check_stays(root, _other_addend(root, addition, nodes)[0], addition)
+    return Match([*nodes, node], addition, activation)
 
 
 def _only_user(node: Node) -> Node:
@@ -127,9 +127,9 @@ def _only_user(node: Node) -> Node:
 
 
 def _values(node: Node) -> Iterator[Any]:
-    """Yield the values that a node is computed from, as often as it takes them."""
+    """Yield the arguments of a node and the contents of containers in them, with repetitions."""
     values: list[Any] = [*node.args, *node.kwargs.values()]
-    for value in values:  # grows by what containers hold
+    for value in values:  # grows by the contents of containers
         if isinstance(value, (list, tuple)):
             values += value
         elif isinstance(value, dict):
@@ -139,8 +139,8 @@ def _values(node: Node) -> Iterator[Any]:
     yield from values
 
 
-def _is_identity(block: nn.Module, node: Node) -> bool:
-    module = _called(block, node)
+def _is_identity(root: nn.Module, node: Node) -> bool:
+    module = _called(root, node)
     return type(module) is nn.Identity and _compat.does_as_its_class(module)
 
 
@@ -154,59 +154,57 @@ def _is_addition(node: Node) -> bool:
     return is_sum and are_values and not node.kwargs
 
 
-def _is_in_place(block: nn.Module, node: Node) -> bool:
+def _is_in_place(root: nn.Module, node: Node) -> bool:
     """Whether the node writes to its first argument."""
     if node.op == "call_module":
-        return getattr(_called(block, node), "inplace", False) is True
+        return getattr(_called(root, node), "inplace", False) is True
     name = str(getattr(node.target, "__name__", node.target))
     is_named = name.endswith("_") and not name.endswith("__")
     return is_named or node.target in IN_PLACE_OPERATORS.values()
 
 
-def _other_summand(block: nn.Module, addition: Node, nodes: list[Node]) -> tuple[Any, str]:
-    """Return the summand that is not of the place, and how the code adds it."""
+def _other_addend(root: nn.Module, addition: Node, nodes: list[Node]) -> tuple[Any, str]:
+    """Return the addend that is not the layer's, and how the code adds it."""
     first, second = addition.args
     if first not in nodes:
-        return first, "summand + layer"
-    return second, "layer += summand" if _is_in_place(block, addition) else "layer + summand"
+        return first, "addend + layer"
+    return second, "layer += addend" if _is_in_place(root, addition) else "layer + addend"
 
 
-def _check_moves(block: nn.Module, layer: Node, addition: Node, nodes: list[Node]) -> None:
-    """Raise _NotFused where the layer may not be computed as late as the addition."""
-    if _is_in_place(block, addition) and addition.args[0] not in nodes:
+def _check_moves(root: nn.Module, layer: Node, addition: Node, nodes: list[Node]) -> None:
+    """Raise _NotFused if the layer may not be computed as late as the addition."""
+    if _is_in_place(root, addition) and addition.args[0] not in nodes:
         raise _NotFused("is added in place to another value")
     between, node = [], layer.next
     while node is not addition:
         between += [] if node in nodes else [node]
         node = node.next
-    reads = [node for node in between if _has_buffer_of(block, layer, node)]
+    reads = [node for node in between if _has_buffer_of(root, layer, node)]
     if reads:
-        raise _NotFused(
-            f"its buffers are used before the addition, in {_describe(block, reads[0])}"
-        )
+        raise _NotFused(f"its buffers are used before the addition, in {_describe(root, reads[0])}")
     between = [node for node in between if node.op != "get_attr"]
-    # What is computed in between may write to the layer's input, unless that is the layer's alone.
+    # Nodes in between may write to the layer's input, unless only the layer has it.
     source = layer.args[0]
-    is_alone = isinstance(source, Node) and len(source.users) == 1
-    if between and not (is_alone and _makes_its_output(block, source)):
+    is_only_user = isinstance(source, Node) and len(source.users) == 1
+    if between and not (is_only_user and _makes_its_output(root, source)):
         raise _NotFused(
-            f"its input may change before the addition, in {_describe(block, between[0])}"
+            f"its input may change before the addition, in {_describe(root, between[0])}"
         )
 
 
-def _has_buffer_of(block: nn.Module, layer: Node, node: Node) -> bool:
-    """Whether a node reads a buffer of the layer, or calls a module that has one of them."""
+def _has_buffer_of(root: nn.Module, layer: Node, node: Node) -> bool:
+    """Whether a node reads a buffer of the layer, or calls a module that has one."""
     if node.op == "get_attr":
         return str(node.target).startswith(f"{layer.target}.")
-    module, norm = _called(block, node), _called(block, layer)
+    module, norm = _called(root, node), _called(root, layer)
     assert norm is not None
     buffers = {*map(id, norm.buffers())}
     return module is not None and any(id(buffer) in buffers for buffer in module.buffers())
 
 
-def _makes_its_output(block: nn.Module, node: Any) -> bool:
-    """Whether the node's value is a tensor of its own, that nothing else has seen."""
-    module = _called(block, node)
+def _makes_its_output(root: nn.Module, node: Any) -> bool:
+    """Whether the node calls a module whose output is a new tensor and no view."""
+    module = _called(root, node)
     is_known = type(module) in _MAKE_THEIR_OUTPUT
     return module is not None and is_known and _compat.does_as_its_class(module)
 
@@ -222,12 +220,12 @@ _MAKE_THEIR_OUTPUT = {
 }
 
 
-def _check_stays(block: nn.Module, summand: Any, addition: Node) -> None:
-    """Raise _NotFused where a value is written to behind the addition: backward would miss it."""
-    for user in summand.users:
-        if user is not addition and _is_in_place(block, user) and user > addition:
-            where = _describe(block, user)
-            raise _NotFused(f"the other summand, which backward needs, changes later, in {where}")
+def _check_stays(root: nn.Module, addend: Any, addition: Node) -> None:
+    """Raise _NotFused if a later node writes to the addend, which the backward pass needs."""
+    for user in addend.users:
+        if user is not addition and _is_in_place(root, user) and user > addition:
+            where = _describe(root, user)
+            raise _NotFused(f"the other addend, which backward needs, changes later, in {where}")
 
 
 _FUNCTIONS: dict[Any, str] = {
@@ -243,12 +241,12 @@ _FUNCTIONS: dict[Any, str] = {
 }
 
 
-def _activation_of(block: nn.Module, node: Node) -> tuple[str, float] | None:
-    """Return activation and slope of a node that applies one, to its first argument alone."""
-    module = _called(block, node)
+def _activation_of(root: nn.Module, node: Node) -> tuple[str, float] | None:
+    """Return the activation and slope of a node that applies one to its first argument."""
+    module = _called(root, node)
     if module is not None:
-        alone = len(node.args) == 1 and not node.kwargs
-        return epilogue.of_module(module) if alone else None
+        has_one_argument = len(node.args) == 1 and not node.kwargs
+        return epilogue.of_module(module) if has_one_argument else None
     if node.op not in ("call_function", "call_method") or not node.args:
         return None
     activation = _FUNCTIONS.get(node.target)
@@ -259,8 +257,8 @@ def _activation_of(block: nn.Module, node: Node) -> tuple[str, float] | None:
     return (str(activation), slope) if is_known else None
 
 
-def _describe(block: nn.Module, node: Node) -> str:
-    module = _called(block, node)
+def _describe(root: nn.Module, node: Node) -> str:
+    module = _called(root, node)
     if module is not None:
         return kind_of(module)
     return getattr(node.target, "__name__", str(node.target))

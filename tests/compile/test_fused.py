@@ -56,9 +56,9 @@ class Block(nn.Module):
         self.bn1, self.bn2, self.bn3 = SyncBatchNorm(3), SyncBatchNorm(3), SyncBatchNorm(3)
         self.tail = nn.Sequential(SyncBatchNorm(3), nn.SiLU())
 
-    def forward(self, x, summand):
+    def forward(self, x, addend):
         y = self.relu(self.bn1(self.conv(x)))
-        y = self.relu(self.bn2(y) + summand)
+        y = self.relu(self.bn2(y) + addend)
         y = self.bn3(self.conv(y))
         y += x
         return self.tail(self.relu(y))
@@ -72,16 +72,16 @@ def make_block():
     return fuse_activations(block)
 
 
-def train_block(x, summand, backend):
+def train_block(x, addend, backend):
     torch._dynamo.reset()
     block = make_block()
     call = block if backend is None else torch.compile(block, backend=backend, fullgraph=True)
     x = x.clone().requires_grad_()
-    y = call(x, summand)
+    y = call(x, addend)
     y.sin().sum().backward()
     with torch.no_grad():
         block.eval()
-        evaluated = call(x, summand)
+        evaluated = call(x, addend)
     gradients = [p.grad for p in block.parameters()]
     return [y.detach(), x.grad, evaluated, *gradients, *block.buffers()]
 
@@ -93,11 +93,11 @@ def train_block(x, summand, backend):
 def test_compiled_fused_models_compute_the_same(shape, backend):
     generator = torch.Generator().manual_seed(1)
     x = torch.randn((4, 3, 5, 5), generator=generator, dtype=torch.float64)
-    summand = 0.5
+    addend = 0.5
     if shape is not None:
-        summand = torch.randn(shape, generator=generator, dtype=torch.float64)
-    eager = train_block(x, summand, None)
-    for ours, right in zip(train_block(x, summand, backend), eager, strict=True):
+        addend = torch.randn(shape, generator=generator, dtype=torch.float64)
+    eager = train_block(x, addend, None)
+    for ours, right in zip(train_block(x, addend, backend), eager, strict=True):
         torch.testing.assert_close(ours, right)  # float64, by its default tolerances
 
 

@@ -16,7 +16,7 @@ from syncbn import (
 )
 
 # How many layers have an activation, how many of those add a residual, and all. In ResNets those of
-# the shortcuts are left, whose sum the other summand takes; MobileNetV2 has ReLU6, V3 Hardswish.
+# the shortcuts are left, because the other addend is fused; MobileNetV2 has ReLU6, V3 Hardswish.
 MODELS = {
     "torchvision.resnet18": (17, 8, 20),
     "torchvision.resnet50": (49, 16, 53),

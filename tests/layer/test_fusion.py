@@ -23,7 +23,7 @@ from syncbn import (
     fuse_activations,
     revert_sync_batchnorm,
 )
-from syncbn.fusion.graph_module import FusedActivation, FusedBlock
+from syncbn.fusion.graph_module import FusedActivation, FusedModule
 from syncbn.modules import SyncBatchNormAct
 
 
@@ -58,7 +58,7 @@ def test_default_device_other_than_the_cpu(default_device):
     model = block(lambda m, x: m.relu(m.bn1(x)))
     drawn = torch.get_rng_state()
     assert len(explain_fusion(model).fused) == 1
-    assert fuse_activations(model) is model and isinstance(model, FusedBlock)
+    assert fuse_activations(model) is model and isinstance(model, FusedModule)
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
@@ -90,7 +90,7 @@ def hooked(module, register="register_forward_hook"):
 
 def sequentials_that_are_left():
     layer = norm()
-    yield [layer, nn.ReLU(), layer], "is registered at several places"
+    yield [layer, nn.ReLU(), layer], "is registered at several positions"
     yield [nn.BatchNorm2d(3).double(), nn.ReLU()], "is not converted"
     yield [norm(), nn.Hardswish()], "is followed by Hardswish, which cannot be fused"
     yield [norm(), nn.LeakyReLU(-0.1)], "is followed by LeakyReLU, which cannot be fused"
@@ -166,7 +166,7 @@ def test_sequentials_that_code_runs_as_a_whole():
         [nn.Sequential(nn.Sequential(norm(), nn.ReLU()), norm(), nn.SiLU()) for _ in range(2)]
     )
     fused = fuse_a_copy(model, make_input())
-    assert len(explain_fusion(fused).fused) == 4 and not isinstance(fused, FusedBlock)
+    assert len(explain_fusion(fused).fused) == 4 and not isinstance(fused, FusedModule)
 
 
 def timms(act_layer=nn.SiLU, **kwargs):
@@ -194,11 +194,11 @@ def test_timms_layer_with_something_else_runs_it():
     model[0].act.register_forward_hook(lambda *_: calls.append("act"))
     model(make_input())
     assert calls == ["act"]
-    assert reason(model, "0") == "has ReLU with hooks behind it, which cannot be fused"
+    assert reason(model, "0") == "is followed by ReLU with hooks, which cannot be fused"
     model = timms(nn.ReLU, drop_layer=nn.Dropout)
     model[0].drop.p = 1.0
     assert not model(make_input()).any()
-    assert reason(model, "0") == "has Dropout behind it, which cannot be fused"
+    assert reason(model, "0") == "is followed by Dropout, which cannot be fused"
     model = timms(nn.Hardswish)
     assert torch.equal(model(make_input()), F.hardswish(norm()(make_input())))
     model = timms(nn.ReLU)
@@ -255,7 +255,7 @@ def test_what_has_been_compiled_is_an_error_and_nothing_is_changed(whole):
     assert isinstance(fuse_activations(model)[2], FusedActivation)
 
 
-def test_revert_of_a_fused_block_that_has_been_compiled_is_an_error():
+def test_revert_of_a_fused_module_that_has_been_compiled_is_an_error():
     model = torch.compile(fuse_activations(Called()), backend="eager")
     with pytest.raises(ValueError, match="has been fused and then compiled by itself"):
         revert_sync_batchnorm(model)

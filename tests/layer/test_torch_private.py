@@ -318,3 +318,10 @@ def test_vectors_are_those_of_the_attributes(change):
 def test_arguments_that_an_operator_writes_to():
     operator = torch.ops.aten.add_.Tensor
     assert _compat.arguments_written(operator) == [True, False, False]
+
+
+def test_proxy_attributes():
+    graph = torch.fx.Graph()
+    proxy = torch.fx.Proxy(graph.placeholder("x"))
+    set_by_torch = {*vars(proxy)} | {*vars(proxy.shape)}
+    assert set_by_torch == {*_compat.PROXY_ATTRIBUTES}

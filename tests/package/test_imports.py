@@ -60,8 +60,10 @@ OWN_NAMES = {
     "_check_input_dim",  # of torch's layers, _compat.INPUT_CHECK
     "_compat",
     "_cuda",
+    "_reconstruct",
     "_replace",
     "_syncbn",
+    "_syncbn_code",
     "_syncbn_dims",
     "_syncbn_forward",
     "_syncbn_original",
