@@ -3,7 +3,13 @@
 from syncbn.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from syncbn.functional import sync_batch_norm
 from syncbn.fusion.fuse import explain_fusion, fuse_activations
-from syncbn.modules import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+from syncbn.modules import (
+    SyncBatchNorm,
+    SyncBatchNorm1d,
+    SyncBatchNorm2d,
+    SyncBatchNorm3d,
+    _reconstruct,  # noqa: F401  # pickles name it
+)
 from syncbn.ops._extension import build_info
 from syncbn.utils.consistency import check_synchronized
 from syncbn.utils.freeze import freeze_statistics, unfreeze_statistics
@@ -24,5 +30,9 @@ __all__ = [
     "sync_batch_norm",
     "unfreeze_statistics",
 ]
+
+# The path of each public name in texts and pickles, which must not depend on our files.
+for _name in __all__:
+    globals()[_name].__module__ = "syncbn"
 
 __version__: str = build_info["version"]
