@@ -32,4 +32,8 @@ __all__ = [
     "unfreeze_statistics",
 ]
 
+# The path of each public name in texts and pickles, which must not depend on our files.
+for _name in __all__:
+    globals()[_name].__module__ = "syncbn"
+
 __version__: str = build_info["version"]

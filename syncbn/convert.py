@@ -24,42 +24,46 @@ from syncbn._compat import BatchNormBase
 from syncbn.distributed import collectives, groups
 from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
 from syncbn.modules import (
+    RECONSTRUCTIONS,
     BatchNorm,
     LayerState,
     ModuleT,
-    PlainSyncBatchNorm,
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
     SyncBatchNormAct,
-    record_call,
+    _reconstruct,
+    fx_leaf,
 )
 
-__all__ = [
-    "convert_sync_batchnorm",
-    "derive",
-    "is_derived",
-    "revert_sync_batchnorm",
-    "synchronized",
-]
+__all__ = ["convert_sync_batchnorm", "revert_sync_batchnorm"]
 
+Layers = list[tuple[str, nn.Module]]  # with their names in the model
 
-_OF_PLAIN: dict[type[nn.Module], type[SyncBatchNorm]] = {
+# The synchronized class of each of torch's.
+_SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
     BatchNormBase: SyncBatchNorm,
-    BatchNorm: SyncBatchNorm,
     BatchNorm1d: SyncBatchNorm1d,
     BatchNorm2d: SyncBatchNorm2d,
     BatchNorm3d: SyncBatchNorm3d,
 }
-_DIMS = {getattr(cls, _compat.INPUT_CHECK): ours._syncbn_dims for cls, ours in _OF_PLAIN.items()}
+_DIMS = {
+    getattr(cls, _compat.INPUT_CHECK): ours._syncbn_dims for cls, ours in _SYNCHRONIZED.items()
+}
+
+# Names that TorchScript keeps of the classes of such layers.
+_SCRIPTED = {"BatchNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
+
+# Attributes of a layer that takes an activation, with their defaults.
+_EPILOGUE = {"activation": None, "negative_slope": 0.01}
 
 
 class _Derived(SyncBatchNorm):
-    """What generated classes have in common."""
+    """The first base of the classes that conversion derives from other classes."""
 
     def __init_subclass__(cls) -> None:
-        """Tell no base class: one that keeps a list of its subclasses expects a program's."""
+        """Call no base class: one that keeps a list of its subclasses expects a program's."""
 
     def _syncbn_forward(self, *arguments: Any) -> Tensor:
         if not _compat.is_exporting():  # which refuses side effects
@@ -67,56 +71,60 @@ class _Derived(SyncBatchNorm):
         return super()._syncbn_forward(*arguments)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        make, arguments, *state = reduced
+        make, arguments, *state = super().__reduce_ex__(protocol)  # type: ignore[misc]
         if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return make, arguments, *state  # the user's class has its own way
-        cls: Any = type(self)
-        return _new, (cls._syncbn_original, *cls.__bases__[1:]), *state
+        kept = ("derived", self._syncbn_original, self._syncbn_takes_activation)
+        return _reconstruct, kept, *state
 
 
-def _new(*classes: type[nn.Module]) -> nn.Module:
-    cls = derive(*classes)
+@functools.cache
+def _derive(original: type[nn.Module], takes_activation: bool) -> type[SyncBatchNorm]:
+    """Return the class that does as ``original``, with the statistics of the whole batch."""
+    if _is_timms(original):
+        bases: tuple[type[nn.Module], ...] = (SyncBatchNormAct, original)
+    else:
+        torchs = next(base for base in original.__mro__ if base in _SYNCHRONIZED)
+        bases = (_SYNCHRONIZED[torchs],)
+        if original is not torchs:
+            bases = (original, *bases)
+    input_check = getattr(original, _compat.INPUT_CHECK)
+    names = {
+        "__module__": original.__module__,
+        "__doc__": f"{original.__name__} with the statistics of the whole batch.",
+        "_syncbn_original": original,
+        "_syncbn_dims": _DIMS.get(input_check),
+        "_syncbn_takes_activation": takes_activation,
+        _compat.INPUT_CHECK: input_check,
+    }
+    name = "Sync" + original.__name__.removeprefix("Sync")
+    derived: Any = types.new_class(
+        name, (_Derived, *bases), exec_body=lambda body: body.update(names)
+    )
+    if not takes_activation:
+        derived.forward = _checked_forward(original, derived)
+    return derived  # type: ignore[no-any-return]
+
+
+def _new_derived(original: Any, takes_activation: bool) -> nn.Module:
+    cls = _derive(original, takes_activation)
     return cls.__new__(cls)
 
 
-_made: dict[tuple[type[nn.Module], ...], type[SyncBatchNorm]] = {}
+RECONSTRUCTIONS["derived"] = _new_derived
 
 
-def derive(original: type[nn.Module], *bases: type[nn.Module]) -> type[SyncBatchNorm]:
-    """Return the synchronized class of ``original`` that has these bases: always the same."""
-    key = (original, *bases)
-    if key not in _made:
-        input_check = getattr(original, _compat.INPUT_CHECK)
-        names = {
-            "__module__": original.__module__,
-            "__doc__": f"{original.__name__} with the statistics of the whole batch.",
-            "_syncbn_original": original,
-            "_syncbn_dims": _DIMS.get(input_check),
-            _compat.INPUT_CHECK: input_check,
-        }
-        name = "Sync" + original.__name__.removeprefix("Sync")
-        derived: Any = types.new_class(
-            name, (_Derived, *bases), exec_body=lambda body: body.update(names)
-        )
-        if _has_users_forward(bases[0]):
-            derived.forward = _watched(original, derived)
-        _made[key] = derived
-    return _made[key]
+def _checked_forward(
+    original: type[nn.Module], derived: type[SyncBatchNorm]
+) -> Callable[..., Tensor]:
+    """Return the class's forward, which warns in training if it does not reach ours."""
 
-
-def _watched(original: type[nn.Module], derived: type[SyncBatchNorm]) -> Callable[..., Any]:
-    """Return the class's forward, as one node in symbolic tracing; it warns if ours is not run."""
-
+    @fx_leaf
     @functools.wraps(original.forward)
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())):
-            recorded = record_call(layer, forward, *args, **kwargs)
-            if recorded is not None:
-                return recorded
+        state = layer._syncbn
         if _compat.is_exporting():
             return super(derived, layer).forward(*args, **kwargs)
-        state = layer._syncbn
         state.reached = False
         output = super(derived, layer).forward(*args, **kwargs)
         if layer.training and not state.reached:
@@ -132,47 +140,13 @@ def _warn_of_local_statistics(cls: str, name: str) -> None:
         f"the layer {name!r} is a {cls} that normalizes by itself in training: its forward did not "
         "call super().forward, so its statistics are this rank's alone. Call that in it, or "
         "convert the model without this layer",
-        stacklevel=3,
+        stacklevel=4,
     )
 
 
-def synchronized(layer: nn.Module) -> type[SyncBatchNorm] | None:
-    """Return the synchronized class of a batch normalization layer's; None where there is none.
-
-    There is none where an attribute ``process_group`` of the program's own would be hidden, nor of
-    a parametrized layer, to which torch gives the first base of its class back.
-    """
-    cls = type(layer)
-    has_own_activation = any(hasattr(layer, name) for name in ("activation", "negative_slope"))
-    if cls is BatchNorm or (cls in _OF_PLAIN and not has_own_activation):
-        return _OF_PLAIN[cls]
-    if hasattr(cls, "process_group") or is_parametrized(layer):
-        return None
-    torchs = next(base for base in cls.__mro__ if base in _OF_PLAIN)
-    users = () if cls in _OF_PLAIN else (cls,)
-    plain = (PlainSyncBatchNorm,) if _has_users_forward(cls) or has_own_activation else ()
-    return derive(cls, *users, *plain, _OF_PLAIN[torchs])
-
-
-def is_derived(cls: type) -> bool:
-    """Whether the class has been made here."""
-    return issubclass(cls, _Derived)
-
-
-def _has_users_forward(cls: type) -> bool:
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    return not owner.__module__.startswith(("torch.nn.modules.", "syncbn."))
-
-
-_TORCHS_CLASSES = (BatchNormBase, BatchNorm1d, BatchNorm2d, BatchNorm3d)
-
-# Names that TorchScript keeps of the classes of such layers.
-_SCRIPTED = {"BatchNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
-
-# Attributes of a layer that takes an activation, with their defaults.
-_EPILOGUE = {"activation": None, "negative_slope": 0.01}
-
-Layers = list[tuple[str, nn.Module]]  # with their names in the model
+def _is_librarys(cls: type) -> bool:
+    """Whether torch or syncbn defines the class."""
+    return f"{cls.__module__}.".startswith(("torch.nn.modules.", "syncbn."))
 
 
 @overload
@@ -207,8 +181,8 @@ def convert_sync_batchnorm(
     has a ``forward`` synchronizes if that calls ``super().forward``; if it does not, a warning
     names the layer when it first trains. ``torch.nn.SyncBatchNorm`` becomes
     :class:`syncbn.SyncBatchNorm`; timm's ``BatchNormAct2d`` and ``SyncBatchNormAct`` keep their
-    activation. A layer that holds another one, and normalizes a part of its input by that, is left
-    alone with all that is in it, and so is a scripted module; a warning names it.
+    activation. Conversion skips a layer that holds another one, and normalizes a part of its input
+    by that, with all its children; it skips scripted modules too. A warning names each.
 
     Args:
         module: The model, or a single layer; changed in place.
@@ -238,7 +212,7 @@ def convert_sync_batchnorm(
         >>> from syncbn import convert_sync_batchnorm
         >>> model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
         >>> type(model[1])
-        <class 'syncbn.modules.SyncBatchNorm2d'>
+        <class 'syncbn.SyncBatchNorm2d'>
     """
     _compat.check_module(module)
     process_group = collectives.checked_group(process_group)
@@ -246,8 +220,8 @@ def convert_sync_batchnorm(
         if process_group is not None:
             raise ValueError("expected process_group or group_size, but got both")
         process_group = groups.group_of_size(group_size)
-    layers, left_alone = _modules_to_visit(module, _cannot_synchronize)
-    for name, layer in layers + left_alone:
+    layers, skipped = _modules_to_visit(module, _cannot_synchronize)
+    for name, layer in layers + skipped:
         if isinstance(layer, LazyModuleMixin) and isinstance(layer, BatchNormBase):
             raise ValueError(
                 f"the layer {name!r} is a {type(layer).__name__} that does not know its number of "
@@ -264,15 +238,17 @@ def convert_sync_batchnorm(
         elif cls is not None:
             _synchronize(layer, cls, name, process_group)
     _bind_forward_again(layers)
-    for name, layer in left_alone:
-        synchronizes = "stays torch's" if _is_synchronized(layer) else "does not synchronize"
-        warnings.warn(_left_alone_message(layer, name, synchronizes), stacklevel=2)
-    for patched in _patched_classes(classes):
-        warnings.warn(
-            f"torch.nn.{patched.__name__}.forward is not torch's own, but {patched.forward!r}; "
-            "converted layers do not run it",
-            stacklevel=2,
-        )
+    for name, layer in skipped:
+        consequence = "stays torch's" if _is_synchronized(layer) else "does not synchronize"
+        warnings.warn(_skip_message(layer, name, consequence), stacklevel=2)
+    converted = {base for cls in classes if cls is not None for base in cls.__mro__}
+    for torchs in _SYNCHRONIZED:
+        if torchs in converted and not _compat.is_code_of_batch_norm(torchs.forward):
+            warnings.warn(
+                f"torch.nn.{torchs.__name__}.forward is not torch's own, but {torchs.forward!r}; "
+                "converted layers do not run it",
+                stacklevel=2,
+            )
     return module
 
 
@@ -280,15 +256,12 @@ def _synchronize(
     layer: nn.Module, cls: type[SyncBatchNorm], name: str, group: ProcessGroup | None
 ) -> None:
     """Make a layer one of class ``cls``."""
-    state = LayerState(name)
+    held = vars(layer).get("process_group")
     if isinstance(layer, TorchSyncBatchNorm):
-        held = layer.__dict__.pop("process_group")
-    else:
-        held = vars(layer).get("process_group")
-        if cls is SyncBatchNorm:
-            state = state.replaced(original=type(layer))
+        del layer.__dict__["process_group"]
     layer.__class__ = cls  # type: ignore[assignment]
-    layer._syncbn = state.with_group(held if group is None else group)  # type: ignore[assignment]
+    state = LayerState(name).with_group(held if group is None else group)
+    layer._syncbn = state  # type: ignore[assignment]
     if cls._syncbn_takes_activation:
         for attribute, value in _EPILOGUE.items():
             layer.__dict__.setdefault(attribute, value)
@@ -302,13 +275,6 @@ def _bind_forward_again(layers: Layers) -> None:
                 layer = value.__self__
                 if isinstance(layer, BatchNormBase) and attribute != "forward":
                     module.__dict__[attribute] = layer.forward
-
-
-def _patched_classes(classes: list[type[SyncBatchNorm] | None]) -> list[type[nn.Module]]:
-    """Return torch's classes, of those that the layers have, whose forward is not torch's code."""
-    of_layers = {base for cls in classes if cls is not None for base in cls.__mro__}
-    torchs = [cls for cls in _TORCHS_CLASSES if cls in of_layers and "forward" in vars(cls)]
-    return [cls for cls in torchs if not _compat.is_code_of_batch_norm(cls.forward)]
 
 
 @overload
@@ -346,8 +312,8 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         'BatchNorm2d'
     """
     _compat.check_module(module)
-    layers, left_alone = _modules_to_visit(
-        module, lambda layer, _: _is_synchronized(layer) and not _is_plain(layer)
+    layers, skipped = _modules_to_visit(
+        module, lambda layer, _: _is_synchronized(layer) and _has_own_methods(layer)
     )
     for name, layer in layers:
         block = _compat.compiled_original(layer) or layer
@@ -365,14 +331,14 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
             layer.__dict__.update(_EPILOGUE)
             layer.__class__ = BatchNorm  # type: ignore[assignment]
     _bind_forward_again(layers)
-    for name, layer in left_alone:
-        warnings.warn(_left_alone_message(layer, name, "still synchronizes"), stacklevel=2)
+    for name, layer in skipped:
+        warnings.warn(_skip_message(layer, name, "still synchronizes"), stacklevel=2)
     return module
 
 
 def _desynchronize(layer: SyncBatchNorm) -> None:
     """Give a layer the class that it had before conversion, or that of a reverted layer."""
-    cls = layer._syncbn.original or layer._syncbn_original or BatchNorm
+    cls = layer._syncbn_original
     if layer._syncbn_takes_activation:
         if layer.activation is not None:
             cls = BatchNorm
@@ -401,22 +367,22 @@ def _undo_fusion(model: nn.Module) -> None:
 
 
 def _modules_to_visit(
-    root: nn.Module, is_left_alone: Callable[[nn.Module, str], bool]
+    root: nn.Module, is_skipped: Callable[[nn.Module, str], bool]
 ) -> tuple[Layers, Layers]:
-    """Return the modules of a model, each once, and those of them that are left alone.
+    """Return the modules of a model, each once, and the skipped ones.
 
-    Children of a layer that is left alone are skipped, because its methods may depend on them.
+    Children of a skipped layer are in neither list, because its methods may depend on them.
     """
     layers: Layers = []
-    left_alone: Layers = []
+    skipped: Layers = []
     seen: set[int] = set()
 
     def visit(module: nn.Module, name: str) -> None:
         if id(module) in seen:
             return
         seen.add(id(module))
-        if is_left_alone(module, name):
-            left_alone.append((name, module))
+        if is_skipped(module, name):
+            skipped.append((name, module))
             return
         layers.append((name, module))
         for child_name, child in _compat.children(module).items():
@@ -424,7 +390,7 @@ def _modules_to_visit(
                 visit(child, f"{name}.{child_name}" if name else child_name)
 
     visit(root, "")
-    return layers, left_alone
+    return layers, skipped
 
 
 def _check_not_awaiting_quantization(layers: Layers) -> None:
@@ -443,7 +409,7 @@ def _is_synchronized(layer: nn.Module) -> bool:
     return isinstance(layer, (SyncBatchNorm, TorchSyncBatchNorm))
 
 
-def _left_alone_message(layer: nn.Module, name: str, consequence: str) -> str:
+def _skip_message(layer: nn.Module, name: str, consequence: str) -> str:
     if isinstance(layer, torch.jit.ScriptModule):
         return (
             f"the module {name!r} is scripted with batch normalization in it, is left as it is and "
@@ -455,34 +421,27 @@ def _left_alone_message(layer: nn.Module, name: str, consequence: str) -> str:
     )
 
 
-# Names that a subclass may define and still be the layer it derives from.
+# Methods that a subclass may override and still compute what its base computes.
 _HARMLESS = {"__init__", _compat.INPUT_CHECK, "extra_repr"}
 # Made by Python 3.14 for annotations.
 _HARMLESS |= {"__annotate__", "__annotate_func__"}
 
 
-def _is_plain(layer: nn.Module) -> bool:
-    """Whether the layer does what one of torch's or our own classes does, and nothing else."""
+def _has_own_methods(layer: nn.Module) -> bool:
+    """Whether the layer may compute something else than torch's and our classes."""
     if "forward" in vars(layer):  # replaced on the instance
-        return False
-    if is_derived(type(layer)):
         return True
+    if isinstance(layer, _Derived):
+        return False
     for cls in type(layer).__mro__:
-        if cls.__module__ in ("builtins", "typing"):
+        if cls.__module__ in ("builtins", "typing") or _is_librarys(cls):
             continue
-        if cls.__module__.startswith(("torch.nn.modules.", "syncbn.")):
-            continue
-        # Methods, and whatever is called in the place of one of the base class.
-        own = {
-            name
-            for name, value in vars(cls).items()
-            if inspect.isroutine(value)
-            or isinstance(value, property)
-            or (callable(value) and hasattr(BatchNormBase, name))
-        }
-        if own - _HARMLESS:
-            return False
-    return True
+        for name, value in vars(cls).items():
+            is_method = inspect.isroutine(value) or isinstance(value, property)
+            replaces_one = callable(value) and hasattr(BatchNormBase, name)
+            if (is_method or replaces_one) and name not in _HARMLESS:
+                return True
+    return False
 
 
 def _sync_class(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
@@ -495,21 +454,29 @@ def _sync_class(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
         return None
     if "forward" in vars(layer):  # replaced on the instance
         return None
-    if isinstance(layer, TorchSyncBatchNorm) and _timms_class(layer) is None:
-        return SyncBatchNorm if _is_plain(layer) else None
+    cls: Any = type(layer)
+    timms: Any = _timms_class(layer)
+    if isinstance(layer, TorchSyncBatchNorm) and timms is None:
+        return None if _has_own_methods(layer) else SyncBatchNorm
     inside = (module for module in layer.modules() if module is not layer)
     if any(isinstance(module, BatchNormBase) for module in inside):
-        return None  # which normalizes a part by itself
+        return None  # it normalizes a part of its input by another layer
     if not collectives.is_group(vars(layer).get("process_group")):
-        return None  # an attribute of the program's own, which our property would hide
+        return None  # an attribute of the program, which our property would hide
+    has_own_activation = any(hasattr(layer, attribute) for attribute in _EPILOGUE)
+    if cls is BatchNorm:
+        return SyncBatchNorm
+    if cls in _SYNCHRONIZED and not has_own_activation:
+        return _SYNCHRONIZED[cls]
+    if timms is None and (hasattr(cls, "process_group") or is_parametrized(layer)):
+        return None  # likewise; torch gives a parametrized layer the first base of its class back
+    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+    takes_activation = timms is not None or (_is_librarys(owner) and not has_own_activation)
     try:
-        timms = _timms_class(layer)
-        if timms is not None:
-            return derive(timms, SyncBatchNormAct, timms)
-        return synchronized(layer)
+        return _derive(timms or cls, takes_activation)
     except Exception as error:  # of the code that a metaclass runs
         raise TypeError(
-            f"the layer {name!r} is a {type(layer).__name__}, and no class can derive from that: "
+            f"the layer {name!r} is a {cls.__name__}, and no class can derive from that: "
             f"{type(error).__name__}: {error}"
         ) from error
 
@@ -523,12 +490,14 @@ def _cannot_synchronize(layer: nn.Module, name: str) -> bool:
     return is_other and _sync_class(layer, name) is None
 
 
+def _is_timms(cls: type[nn.Module]) -> bool:
+    return cls.__module__.startswith("timm.") and cls.__name__ == "BatchNormAct2d"
+
+
 def _timms_class(layer: nn.Module) -> type[nn.Module] | None:
     """Return timm's ``BatchNormAct2d`` if the layer is one or was one before timm's converter."""
-    cls, children = type(layer), _compat.children(layer)
-    if cls.__module__.startswith("timm.") and {"drop", "act"} <= children.keys():
-        if cls.__name__ == "BatchNormAct2d":
-            return cls
-        if cls.__name__ == "SyncBatchNormAct":
-            return getattr(sys.modules[cls.__module__], "BatchNormAct2d", None)
-    return None
+    cls: type[nn.Module] = type(layer)
+    if cls.__module__.startswith("timm.") and cls.__name__ == "SyncBatchNormAct":
+        cls = getattr(sys.modules[cls.__module__], "BatchNormAct2d", cls)
+    is_whole = {"drop", "act"} <= _compat.children(layer).keys()
+    return cls if is_whole and _is_timms(cls) else None

@@ -1,6 +1,6 @@
 """The layers: torch.nn.SyncBatchNorm's constructor, state and behavior over our operators."""
 
-import sys
+import functools
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
@@ -29,44 +29,16 @@ __all__ = [
     "BatchNorm",
     "LayerState",
     "ModuleT",
-    "PlainSyncBatchNorm",
     "SyncBatchNorm",
     "SyncBatchNorm1d",
     "SyncBatchNorm2d",
     "SyncBatchNorm3d",
     "SyncBatchNormAct",
-    "WarnOnForeignConversion",
-    "record_call",
+    "fx_leaf",
 ]
 
-
-class WarnOnForeignConversion:
-    """The class attribute ``qconfig`` of a layer, which behaves as if it did not exist.
-
-    The functions ``convert_sync_batchnorm`` of torch, timm and MMEngine make torch's layer of any
-    ``_BatchNorm``, ours among them. They call nothing of the layer; that each asks whether it has
-    a ``qconfig`` is the only thing to notice them by. Quantization asks for it too, so the name of
-    the function that asks decides.
-    """
-
-    def __get__(self, layer: object, owner: type) -> Any:
-        """Raise AttributeError, after a warning if a converter asks."""
-        asking = caller = sys._getframe(1)
-        converters = 0
-        while caller.f_code.co_name == "convert_sync_batchnorm" and caller.f_back is not None:
-            caller = caller.f_back
-            converters += 1
-        if converters:
-            warnings.warn(
-                f"convert_sync_batchnorm of {asking.f_globals['__name__']} replaces syncbn's "
-                "layers by torch.nn.SyncBatchNorm, without the activation of those that have one. "
-                "Leave out this call, or your framework's switch that makes it; "
-                "docs/integrations.md of syncbn says what to write instead. If you want torch's "
-                "layers, call syncbn.revert_sync_batchnorm first",
-                stacklevel=converters + 2,
-            )
-        raise AttributeError("qconfig")
-
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ForwardT = TypeVar("ForwardT", bound=Callable[..., Any])
 
 is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
@@ -90,33 +62,35 @@ def _reconstruct(kind: str, *arguments: Any) -> Any:
 _reconstruct.__module__ = "syncbn"  # its path in pickles
 
 
-def _normalize_valid(
-    input: Tensor,
-    places: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    """Return what torch's operator makes of the valid values [n, C], each at its place."""
-    rows = input.movedim(1, -1)
-    valid = places.movedim(1, -1).expand_as(rows[..., :1]).squeeze(-1)
-    output = torch.zeros_like(rows)
-    values = rows[valid]
-    if values.size(0) > 0:
-        output[valid] = F.batch_norm(
-            values, running_mean, running_var, weight, bias, True, momentum, eps
-        )
-    return output.movedim(-1, 1)
+def fx_leaf(forward: ForwardT) -> ForwardT:
+    """Make a layer a leaf module of symbolic tracing: its call is one node, as with torch's layers.
+
+    The traced model then follows train() and eval(), and conversion finds its layers. The tracer
+    enters the layer in three cases: the layer is the root of the traced model, its ``forward`` is
+    another function, or it has hooks, which the tracer runs and the node would run again.
+    """
+
+    def is_leaf(layer: Any, tracer: Any) -> bool:
+        runs_this = type(layer).forward is leaf_forward and "forward" not in vars(layer)
+        return runs_this and tracer.root is not layer and not _compat.has_forward_hooks(layer)
+
+    @functools.wraps(forward)
+    def leaf_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.fx.Proxy) and is_leaf(layer, value.tracer):
+                tracer: Any = value.tracer
+                name = tracer.path_of_module(layer)
+                return tracer.create_proxy("call_module", name, args, kwargs)
+        return forward(layer, *args, **kwargs)
+
+    return leaf_forward  # type: ignore[return-value]
 
 
 class BatchNorm(BatchNormBase):
-    """Batch normalization of this process alone, for 2 or more dimensions.
+    """Batch normalization with the statistics of this process, for 2 or more dimensions.
 
-    Made by :func:`syncbn.revert_sync_batchnorm` of a layer that was built as a SyncBatchNorm or
-    has an activation of its own, which stays.
+    :func:`syncbn.revert_sync_batchnorm` makes it of a layer that was built as a SyncBatchNorm or
+    has an activation of its own, which stays. TorchScript compiles its ``forward``.
     """
 
     # No defaults of the class, which would hide a module that is set in their place.
@@ -124,7 +98,7 @@ class BatchNorm(BatchNormBase):
     negative_slope: float
 
     def extra_repr(self) -> str:
-        """Return the arguments, those of torch's layer and what follows the normalization."""
+        """Return the arguments: those of torch's layer, the activation and its slope."""
         text: str = super().extra_repr()
         return text + epilogue.describe(self.activation, self.negative_slope)
 
@@ -133,38 +107,47 @@ class BatchNorm(BatchNormBase):
     ) -> Tensor:
         """Normalize ``input``, add ``residual`` and apply the activation.
 
-        Where the bool ``mask``, (N, ...) or (N, 1, ...), is false, values count in nothing, and the
-        output is 0.
+        Values where the bool ``mask``, (N, ...) or (N, 1, ...), is false count in no statistics;
+        the output is 0 there.
         """
         # As torch's forward, which TorchScript cannot call from here.
         self._check_input_dim(input)
         momentum = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1 if mask is None else int(mask.any()))
-            if self.momentum is None:  # at 0 nothing is valid, and nothing moves
+            if self.momentum is None:  # the counter is 0 if no value has been valid yet
                 momentum = 1.0 / max(float(self.num_batches_tracked), 1.0)
-        has_running = self.track_running_stats or not self.training
-        running_mean = self.running_mean if has_running else None
-        running_var = self.running_var if has_running else None
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
-        weight, bias, eps = self.weight, self.bias, self.eps
         places = mask
         if places is not None:
             places = places if places.dim() == input.dim() else places.unsqueeze(1)
             input = torch.where(places, input, 0.0)
             residual = residual if residual is None else torch.where(places, residual, 0.0)
         if places is not None and by_batch:
-            output = _normalize_valid(
-                input, places, running_mean, running_var, weight, bias, momentum, eps
-            )
+            output = self._normalize_valid(input, places, momentum)
         else:
-            output = F.batch_norm(
-                input, running_mean, running_var, weight, bias, by_batch, momentum, eps
-            )
+            output = self._normalize(input, by_batch, momentum)
         if residual is not None:
             output = output + residual
         output = epilogue.activate(output, self.activation, self.negative_slope)
         return output if places is None else torch.where(places, output, 0.0)
+
+    def _normalize(self, input: Tensor, by_batch: bool, momentum: float) -> Tensor:
+        has_running = self.track_running_stats or not self.training
+        mean = self.running_mean if has_running else None
+        var = self.running_var if has_running else None
+        weight, bias, eps = self.weight, self.bias, self.eps
+        return F.batch_norm(input, mean, var, weight, bias, by_batch, momentum, eps)
+
+    def _normalize_valid(self, input: Tensor, places: Tensor, momentum: float) -> Tensor:
+        """Normalize the valid values by their own statistics; the others become 0."""
+        rows = input.movedim(1, -1)
+        valid = places.movedim(1, -1).expand_as(rows[..., :1]).squeeze(-1)
+        output = torch.zeros_like(rows)
+        values = rows[valid]
+        if values.size(0) > 0:
+            output[valid] = self._normalize(values, True, momentum)
+        return output.movedim(-1, 1)
 
     def _check_input_dim(self, input: Tensor) -> None:
         # TorchScript does not look into this block, as it would with one condition for both.
@@ -174,52 +157,33 @@ class BatchNorm(BatchNormBase):
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced: Any = super().__reduce_ex__(protocol)
+        return _reconstruct, ("reverted",), *reduced[2:]
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-
-def record_call(
-    layer: nn.Module, forward: Callable[..., Any], *arguments: Any, **keywords: Any
-) -> Any:
-    """Record the call of a layer in symbolic tracing as one node, as those of torch's layers are.
-
-    The traced model then follows train() and eval(), and conversion finds its layers.
-
-    Returns:
-        The proxy of the output; None where the layer is to be traced through: the root of what is
-        traced, a subclass or layer whose ``forward`` is not this one, and a layer with hooks, which
-        the tracer runs and the node would run again.
-    """
-    values = (*arguments, *keywords.values())
-    tracer: Any = next(value.tracer for value in values if isinstance(value, torch.fx.Proxy))
-    own_forward = type(layer).forward is not forward or "forward" in vars(layer)
-    if own_forward or tracer.root is layer or _compat.has_forward_hooks(layer):
-        return None
-    name = tracer.path_of_module(layer)
-    return tracer.create_proxy("call_module", name, arguments, keywords)
+RECONSTRUCTIONS["reverted"] = lambda: BatchNorm.__new__(BatchNorm)
 
 
 class LayerState:
-    """What a layer of ours holds beside torch's attributes; copies of the layer share it.
+    """All that a layer holds beside torch's attributes; copies of the layer share it.
 
-    It is replaced as a whole, so that a copy keeps what it had. A pickle keeps what another process
-    can use.
+    A change replaces the whole object, so that the copies keep theirs. A pickle holds the name and
+    what freezing stored, because the rest is of this process.
     """
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", frozen: dict[str, bool] | None = None) -> None:
         # The layer's name in its model, from conversion; empty if unknown.
         self.identity = Identity(name)
         # The same for compiled graphs, which would be compiled again for each name.
         self.identity_tensor = self.identity.as_tensor()
+        # From freeze_statistics: the mode and the flags requires_grad that unfreezing restores.
+        self.frozen = frozen
         # The ranks that share a batch; None is all of them.
         self.group: GroupReference | None = None
-        # Whether a compiled graph can hold the group. Found out before torch.compile traces, which
+        # Whether a compiled graph can hold the group. Decided before torch.compile traces, which
         # refuses code that looks at a group without a name.
         self.fits_graph = True
-        # The class that revert restores, where it is not that of the layer's own class.
-        self.original: type[nn.Module] | None = None
-        # From freeze_statistics: the mode and the flags requires_grad that unfreezing restores.
-        self.frozen: dict[str, bool] | None = None
         # Whether the forward of a user's class has called ours, while it runs.
         self.reached = False
         # While recompute_statistics runs: the function that takes the sums of each pass.
@@ -253,8 +217,10 @@ class LayerState:
                 "process_group=None, all ranks; set its process_group again after loading",
                 stacklevel=2,
             )
-        kept = {"original": self.original, "frozen": self.frozen}
-        return LayerState, (self.identity.name,), kept
+        return _reconstruct, ("state", self.identity.name, self.frozen)
+
+
+RECONSTRUCTIONS["state"] = LayerState
 
 
 class SyncBatchNorm(BatchNormBase):
@@ -310,19 +276,17 @@ class SyncBatchNorm(BatchNormBase):
         tensor([0.2000, 0.3000])
     """
 
-    # All that a layer holds beside torch's attributes. One name, which no program takes by chance.
+    # The layer's state under one name, which no program takes by chance.
     _syncbn: LayerState
-    # The class that revert restores; None for that of a reverted model.
-    _syncbn_original: type[nn.Module] | None = None
+    # The class that revert restores.
+    _syncbn_original: type[BatchNormBase] = BatchNorm
     # Numbers of dimensions that the layer takes; None for two or more.
     _syncbn_dims: tuple[int, ...] | None = None
-    # Whether ``activation`` and ``negative_slope`` are this class's and no subclass's.
+    # Whether ``activation`` and ``negative_slope`` are ours, and not those of a user's class.
     _syncbn_takes_activation = True
     # No defaults of the class, which would hide a module that is set in their place.
     activation: str | None
     negative_slope: float
-
-    qconfig = WarnOnForeignConversion()
 
     def __init__(
         self,
@@ -390,16 +354,13 @@ class SyncBatchNorm(BatchNormBase):
             return text
         return text + epilogue.describe(self.activation, self.negative_slope)
 
+    @fx_leaf
     def forward(
         self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Normalize ``input``, add ``residual`` and apply the activation; see the class."""
-        if isinstance(input, torch.fx.Proxy):
-            operands = (input,) if residual is None else (input, residual)
-            masked = {} if mask is None else {"mask": mask}
-            recorded = record_call(self, SyncBatchNorm.forward, *operands, **masked)
-            if recorded is not None:
-                return recorded  # type: ignore[no-any-return]
+        if not self._syncbn_takes_activation:
+            return self._syncbn_forward(input, residual, None, 0.0, mask)
         return self._syncbn_forward(input, residual, self.activation, self.negative_slope, mask)
 
     def _syncbn_forward(
@@ -419,7 +380,7 @@ class SyncBatchNorm(BatchNormBase):
                     self, input, residual, activation, negative_slope, mask
                 )
             layer = self
-        if isinstance(input, torch.fx.Proxy):
+        elif isinstance(input, torch.fx.Proxy):
             layer = state.identity.name
         weight, bias, running_mean, running_var, counter = _compat.vectors_of(self)
         if self.training and not self.track_running_stats:
@@ -445,6 +406,17 @@ class SyncBatchNorm(BatchNormBase):
         if not self.training:
             return functional.evaluate(input, arguments, layer)
         return functional.train(input, arguments, self.process_group, layer, state.observe)
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        """Check for torch's ``forward``, which runs where a program bound it before conversion."""
+        if self.training:
+            warnings.warn(
+                f"torch's forward of {self._syncbn.identity} was called, by a method that was "
+                "bound before conversion, and normalizes this rank's values by themselves; call "
+                "the layer",
+                stacklevel=3,
+            )
+        self._syncbn_original._check_input_dim(self, input)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""
@@ -484,22 +456,10 @@ _NO_NAME = "its process group has no name, which a graph would hold"
 _run_uncompiled = _compat.uncompiled(_run, _NO_NAME)
 
 
-def _check_for_torchs_forward(layer: SyncBatchNorm, input: Tensor) -> None:
-    """Check the dimensions as torch's ``forward`` asks, which a program bound before conversion."""
-    if layer.training:
-        warnings.warn(
-            f"torch's forward of {layer._syncbn.identity} was called, by a method that was bound "
-            "before conversion, and normalizes this rank's values by themselves; call the layer",
-            stacklevel=3,
-        )
-    original: Any = layer._syncbn_original
-    original._check_input_dim(layer, input)
-
-
 class SyncBatchNorm1d(SyncBatchNorm, BatchNorm1d):
     """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm1d`` and takes 2 or 3 dimensions.
 
-    What conversion makes of one; the arguments are those of SyncBatchNorm.
+    Conversion makes it of one; the arguments are those of SyncBatchNorm.
 
     Example:
         >>> import torch
@@ -511,13 +471,12 @@ class SyncBatchNorm1d(SyncBatchNorm, BatchNorm1d):
 
     _syncbn_original = BatchNorm1d
     _syncbn_dims = (2, 3)
-    _check_input_dim = _check_for_torchs_forward
 
 
 class SyncBatchNorm2d(SyncBatchNorm, BatchNorm2d):
     """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm2d`` and takes 4 dimensions.
 
-    What conversion makes of one; the arguments are those of SyncBatchNorm.
+    Conversion makes it of one; the arguments are those of SyncBatchNorm.
 
     Example:
         >>> import torch
@@ -529,13 +488,12 @@ class SyncBatchNorm2d(SyncBatchNorm, BatchNorm2d):
 
     _syncbn_original = BatchNorm2d
     _syncbn_dims = (4,)
-    _check_input_dim = _check_for_torchs_forward
 
 
 class SyncBatchNorm3d(SyncBatchNorm, BatchNorm3d):
     """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm3d`` and takes 5 dimensions.
 
-    What conversion makes of one; the arguments are those of SyncBatchNorm.
+    Conversion makes it of one; the arguments are those of SyncBatchNorm.
 
     Example:
         >>> import torch
@@ -547,24 +505,6 @@ class SyncBatchNorm3d(SyncBatchNorm, BatchNorm3d):
 
     _syncbn_original = BatchNorm3d
     _syncbn_dims = (5,)
-    _check_input_dim = _check_for_torchs_forward
-
-
-class PlainSyncBatchNorm(SyncBatchNorm):
-    """Behind a subclass that may have an ``activation`` of its own: adds and applies nothing."""
-
-    _syncbn_takes_activation = False
-
-    def forward(  # type: ignore[override]
-        self, input: Tensor, *, mask: Tensor | None = None
-    ) -> Tensor:
-        """Normalize ``input``."""
-        if isinstance(input, torch.fx.Proxy):
-            masked = {} if mask is None else {"mask": mask}
-            recorded = record_call(self, PlainSyncBatchNorm.forward, input, **masked)
-            if recorded is not None:
-                return recorded  # type: ignore[no-any-return]
-        return self._syncbn_forward(input, None, None, 0.0, mask)
 
 
 class SyncBatchNormAct(SyncBatchNorm):
@@ -573,16 +513,11 @@ class SyncBatchNormAct(SyncBatchNorm):
     drop: nn.Module
     act: nn.Module
 
+    @fx_leaf
     def forward(
         self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
         """Normalize, drop, activate: in one, where ``drop`` does nothing and ``act`` is known."""
-        if isinstance(input, torch.fx.Proxy):
-            operands = (input,) if residual is None else (input, residual)
-            masked = {} if mask is None else {"mask": mask}
-            recorded = record_call(self, SyncBatchNormAct.forward, *operands, **masked)
-            if recorded is not None:
-                return recorded  # type: ignore[no-any-return]
         fused = self.fused_activation()
         if fused is not None:
             return self._syncbn_forward(input, residual, *fused, mask)

@@ -269,6 +269,7 @@ def swapped(request, monkeypatch):
     monkeypatch.setattr(nn, "SyncBatchNorm", SyncBatchNorm)
     if request.param == "import first":
         return syncbn.convert
+    monkeypatch.setattr(syncbn.modules, "RECONSTRUCTIONS", {**syncbn.modules.RECONSTRUCTIONS})
     spec = importlib.util.find_spec("syncbn.convert")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
