@@ -1,6 +1,7 @@
-"""A model of each kind of layer, as tests/data/*.pt hold them: ``python tests/support/pickled.py``.
+"""A model of each kind of layer, as tests/data/*.pt hold them.
 
-A file is written once and stays, because later versions have to load it.
+A file is written once and stays, because later versions have to load it. In tests/support:
+``python -c "import pickled; pickled.write_missing()"``.
 """
 
 from pathlib import Path
@@ -12,6 +13,7 @@ from syncbn import (
     SyncBatchNorm,
     convert_sync_batchnorm,
     freeze_statistics,
+    fuse_activations,
     revert_sync_batchnorm,
 )
 
@@ -46,11 +48,30 @@ def reverted():
     return revert_sync_batchnorm(nn.Sequential(layer))
 
 
-KINDS = {make.__name__: make for make in (built, converted, derived, frozen, reverted)}
+def fused_activation():
+    layers = nn.Sequential(nn.BatchNorm2d(2), nn.ReLU())
+    return fuse_activations(convert_sync_batchnorm(layers))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2)
+
+    def forward(self, x):
+        return torch.relu(self.norm(x) + x)
+
+
+def fused_module():
+    return fuse_activations(convert_sync_batchnorm(nn.Sequential(Residual())))
+
+
+MAKERS = (built, converted, derived, frozen, reverted, fused_activation, fused_module)
+KINDS = {make.__name__: make for make in MAKERS}
 
 
 def write(kind: str, path: Path) -> None:
-    """Write a model, an input, and the model's output for it in evaluation after one in training."""
+    """Write a model, an input, and the output of the model, which has trained on it once."""
     torch.manual_seed(0)
     model, input = KINDS[kind](), torch.randn(3, 2, 2, 2) + 1
     model(input)
@@ -58,7 +79,8 @@ def write(kind: str, path: Path) -> None:
     torch.save({"model": model.train(), "input": input, "output": output}, path)
 
 
-if __name__ == "__main__":
+def write_missing() -> None:
+    """Write the files of new kinds."""
     for kind in KINDS:
         path = DATA / f"{kind}.pt"
         if not path.exists():
