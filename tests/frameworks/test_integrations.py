@@ -370,17 +370,13 @@ def mmengines_switch():
     return convert_sync_batchnorm
 
 
-@pytest.mark.works(
-    "a warning if a converter of torch, Lightning, timm or MMEngine replaces our layers"
-)
 # torch's own: MMEngine imports its optimizers, which script functions.
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("switch", [lightnings_switch, mmengines_switch])
-def test_switch_of_the_framework_beside_ours_warns(switch):
-    convert = switch()
-    model = convert_sync_batchnorm(network())
-    with pytest.warns(UserWarning, match="replaces syncbn's layers by torch.nn.SyncBatchNorm"):
-        assert type(convert(model)[1]) is nn.SyncBatchNorm
+def test_switch_of_the_framework_after_ours_makes_torchs_layers(switch):
+    model = switch()(convert_sync_batchnorm(network()))
+    assert type(model[1]) is nn.SyncBatchNorm
+    assert isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)
 
 
 def test_lightning_refuses_its_switch_beside_our_plugin():

@@ -442,3 +442,20 @@ def test_timm_layer_is_converted_after_timms_converter():
     assert torch.equal(traced(x), converted(x))
     assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["0"]
     assert type(revert_sync_batchnorm(converted)[0]) is timm_layers.BatchNormAct2d
+
+
+class Doubled(nn.BatchNorm2d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize("package", ["torch", "timm"])
+@pytest.mark.parametrize("cls", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, Doubled])
+def test_other_converters_turn_ours_into_torchs_and_ours_turns_them_back(package, cls):
+    """So ours has to be called last; the README says so."""
+    convert = nn.SyncBatchNorm.convert_sync_batchnorm
+    if package == "timm":
+        convert = pytest.importorskip("timm.layers", exc_type=ImportError).convert_sync_batchnorm
+    converted = convert(convert_sync_batchnorm(nn.Sequential(cls(3))))
+    assert type(converted[0]) is nn.SyncBatchNorm
+    assert type(convert_sync_batchnorm(converted)[0]) is SyncBatchNorm
