@@ -67,7 +67,7 @@ def _start(
     with (
         _no_trace(),
         _compat.without_dispatch_modes(),
-        contextlib.suppress(RuntimeError, ValueError),
+        contextlib.suppress(RuntimeError, ValueError, TypeError),
     ):
         # If a rank has failed before, it waits in no pass for this one.
         has_failed = state.is_misaligned or state.read_statuses() != 0

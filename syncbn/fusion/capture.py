@@ -1,6 +1,7 @@
 """The graph of a module's code, as torch.fx traces it, or why no graph can replace the code."""
 
 import collections
+import contextlib
 import copy
 import inspect
 import pickle
@@ -8,7 +9,7 @@ import random
 import sys
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from syncbn.fusion.graph_module import original_class
 from syncbn.fusion.tracer import ModuleTracer, OnlyRecorded, TraceError
 
 __all__ = ["called_modules", "is_sequential", "trace"]
+
+# Packages whose functions may run while a module is traced.
+_LIBRARIES = {"syncbn", "torch", *sys.stdlib_module_names}
 
 
 def is_sequential(module: nn.Module) -> bool:
@@ -87,7 +91,8 @@ def _graphs_of_modes(module: nn.Module, inlined: set[nn.Module]) -> list[torch.f
                 m.training = mode
             with warnings.catch_warnings(), torch.set_grad_enabled(mode), OnlyRecorded():
                 warnings.simplefilter("ignore")
-                graphs.append(ModuleTracer(inlined).trace(root))
+                with _no_calls_of_type():
+                    graphs.append(ModuleTracer(inlined).trace(root))
     except TraceError:
         raise
     except Exception as error:
@@ -106,6 +111,27 @@ def _graphs_of_modes(module: nn.Module, inlined: set[nn.Module]) -> list[torch.f
     if has_drawn:
         raise TraceError(f"the code of {name} draws random numbers that its graph would keep")
     return graphs
+
+
+@contextlib.contextmanager
+def _no_calls_of_type() -> Iterator[None]:
+    """Raise TraceError if a function of the user's uses type(), which no proxy can answer."""
+    users: list[str] = []
+
+    def note(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call" and "type" in frame.f_code.co_names:
+            package = frame.f_globals.get("__name__", "").partition(".")[0]
+            if package not in _LIBRARIES:
+                users.append(frame.f_code.co_name)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    if users:
+        raise TraceError(f"its code asks for the type of a value, in {users[0]}")
 
 
 def _contents(modules: Iterable[nn.Module]) -> list[tuple[Any, Any]]:

@@ -61,10 +61,9 @@ def fuse_activations(model: ModuleT) -> ModuleT:
     a slice of the Sequential has the activation in the layer. A module with fused code gets a class
     that derives from its own class and runs a graph. The graph keeps the attributes and globals
     that the code reads, except ``training`` and tensors, as they are at this call. It is traced
-    with values of no type: code that calls isinstance() on a value is not fused; code must not
-    compare ``type()`` of a value. Replace modules and change code before the call or after a
-    revert. All ranks must fuse the same layers, because a layer with an addition runs when the
-    addition does.
+    with values of no type: code that calls ``isinstance()`` on a value, or ``type()``, is not
+    fused. Replace modules and change code before the call or after a revert. All ranks must fuse
+    the same layers, because a layer with an addition runs when the addition does.
 
     Args:
         model: The model, with converted layers; changed in place.

@@ -275,6 +275,13 @@ def use_and_return(m, x):
     return m.relu(y) + y
 
 
+TYPE = "its code asks for the type of a value, in <lambda>"
+
+
+def factor_of_type(x):
+    return 2 if type(x) is torch.Tensor else 3
+
+
 ASKS = "its code asks for the type of a value, or keeps the value in a module"
 
 LEFT = [
@@ -309,7 +316,12 @@ LEFT = [
     (lambda m, x: m.relu(m.bn1(first_of(x))), ASKS),
     (lambda m, x: m.relu(m.bn1(match_type(x))), ASKS),
     (lambda m, x: m.relu(m.bn1(x)) if torch.is_tensor(x) else x, ASKS),
-    (lambda m, x: m.relu(m.bn1(x)) if type(x) is int else x, "is not called by the code"),
+    (lambda m, x: m.relu(m.bn1(x)) if type(x) is int else x, TYPE),
+    (lambda m, x: m.relu(m.bn1(x)) * (2 if type(x) is torch.Tensor else 3), TYPE),
+    (
+        lambda m, x: m.relu(m.bn1(x)) * factor_of_type(x),
+        "its code asks for the type of a value, in f",
+    ),
     (lambda m, x: x.y if hasattr(x, "y") else m.relu(m.bn1(x)), "its code asks for 'y', which a"),
     (set_on_a_child, ASKS),
     (count, "the code of Block sets attributes"),

@@ -16,7 +16,6 @@ from syncbn import SyncBatchNorm, unfreeze_statistics
 FILES = sorted(DATA.glob("*.pt"))
 
 
-@pytest.mark.works("whole models that an earlier version saved, `torch.load(weights_only=False)`")
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_saved_model_loads_and_computes_the_same(path):
     saved = torch.load(path, weights_only=False)
