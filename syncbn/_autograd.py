@@ -5,21 +5,20 @@
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from syncbn import _compat, ops
 from syncbn.distributed import sync
-from syncbn.distributed.collectives import GroupReference
 from syncbn.distributed.sync import Pass
 from syncbn.ops import checks, epilogue, masks, reference, tensors
 from syncbn.ops.arguments import Arguments
 from syncbn.ops.batch_norm import Fused
 from syncbn.ops.epilogue import NUMBERS, EpilogueGradient
 
-__all__ = ["Saved", "SyncBatchNormFunction", "backward", "normalize", "train"]
+__all__ = ["SyncBatchNormFunction", "backward", "normalize", "train"]
 
 
 def train(
@@ -95,8 +94,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
             ctx.save_for_backward(*saved, None, None, output, None)
         ctx.activation, ctx.negative_slope = activation, arguments.negative_slope
         ctx.eps, ctx.bias_dtype = float(arguments.eps), None if bias is None else bias.dtype
-        ctx.layer = step.layer
-        ctx.group = None if step.group is None else GroupReference(step.group)
+        ctx.has_residual = residual is not None
+        ctx.layer, ctx.group = step.layer, step.group_reference()
         return output
 
     @staticmethod
@@ -110,19 +109,9 @@ class SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight, bias and residual."""
-        # Read once: a checkpoint recomputes them at each access.
-        input, weight, mean, invstd, count, mask, *source = ctx.saved_tensors
-        derivative = (
-            EpilogueGradient(ctx.activation, ctx.negative_slope, *source) if source else None
-        )
-        saved = Saved(input, weight, mean, invstd, count, mask, ctx.eps, ctx.bias_dtype, derivative)
-        step = Pass(sync.group_held(ctx.group, ctx.layer), ctx.layer, "backward", input)
-        needs_grad_input, *_, needs_grad_residual = ctx.needs_input_grad[:4]
+        step = Pass(sync.group_held(ctx.group, ctx.layer), ctx.layer, "backward")
         with _compat.without_torch_function():  # of subclasses, as in forward
-            *gradients, grad_residual = backward(grad_output, saved, step, needs_grad_input)
-            if mask is not None and derivative is None and needs_grad_residual:
-                grad_residual = masks.clear(grad_output, mask)
-        return *gradients, grad_residual if needs_grad_residual else None, None, None, None
+            return *backward(ctx, grad_output, step), None, None, None
 
 
 def normalize(
@@ -143,11 +132,11 @@ def normalize(
             the whole batch, which is not noticed on CUDA.
         RuntimeError: Another rank has aborted or makes another pass.
     """
-    if _compat.is_recomputation():
+    if step.direction == "recomputation":
         arguments = arguments.without_running()
     operands, mask = arguments.for_operators(), arguments.mask
     following: tuple[Fused, ...] = ()
-    if arguments.is_fused:
+    if arguments.activation is not None or arguments.residual is not None:
         slope = float(arguments.negative_slope)
         following = (arguments.residual, NUMBERS[arguments.activation], slope, constants)
     try:
@@ -172,126 +161,102 @@ def normalize(
     return results
 
 
-class Saved(NamedTuple):
-    """The values of a forward pass that its backward pass takes."""
-
-    input: Tensor  # dense
-    weight: Tensor | None
-    mean: Tensor
-    invstd: Tensor
-    num_values: Tensor  # per channel, of all ranks
-    mask: Tensor | None
-    eps: float
-    bias_dtype: torch.dtype | None
-    derivative: EpilogueGradient | None = None
-
-    @property
-    def gradient_dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of weight's and bias's gradients."""
-        weight_dtype = torch.float64 if self.weight is None else self.weight.dtype
-        return weight_dtype, self.bias_dtype or torch.float64
-
-
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def backward(grad_output: Tensor, saved: Saved, step: Pass, needs_grad_input: bool) -> Gradients:
+def backward(ctx: Any, grad_output: Tensor, step: Pass) -> Gradients:
     """Return the gradients of input, weight, bias and residual; None if they are not needed.
 
-    The last is, without an activation, ``grad_output`` at masked places too. Makes its collective
-    whether or not the input needs a gradient: that may differ between ranks, and the others would
-    wait for a rank that stayed away.
+    ``ctx`` is that of :meth:`SyncBatchNormFunction.forward`. Makes its collective whether or not
+    the input needs a gradient: that may differ between ranks, and the others would wait for a rank
+    that stayed away.
     """
+    # Read once: a checkpoint recomputes them at each access.
+    input, weight, mean, invstd, count, mask, *source = ctx.saved_tensors
+    derivative = EpilogueGradient(ctx.activation, ctx.negative_slope, *source) if source else None
     # Inside a backward pass, gradients are recorded exactly under create_graph=True.
     if torch.is_grad_enabled():
-        return _differentiable_backward(grad_output, saved, step)
-    input, weight, mean, invstd, count, mask, _, bias_dtype, derivative = saved
+        return _differentiable_backward(
+            ctx, grad_output, step, (input, weight, mean, mask), derivative
+        )
+    step.input = input
+    needs_grad_input = ctx.needs_input_grad[0]
     stores_dz = derivative is not None and derivative.is_stored(input)
-    source = () if derivative is None else derivative.for_operators()
+    dtypes = (
+        torch.float64 if weight is None else weight.dtype,
+        torch.float64 if ctx.bias_dtype is None else ctx.bias_dtype,
+    )
+    activation = () if derivative is None else derivative.for_operators()
     grad_input: Tensor | None = None
     if step.group is None and needs_grad_input and not stores_dz:
         with step:
             input = tensors.as_dense(input)
-            grad_output = tensors.as_dense(grad_output, like=input)
+            dz = tensors.as_dense(grad_output, like=input)
             grad_input, grad_weight, grad_bias = ops.batch_norm_backward(
-                *(grad_output, input, mean, invstd, weight, count),
-                *saved.gradient_dtypes,
-                *source,
-                mask=mask,
+                dz, input, mean, invstd, weight, count, *dtypes, *activation, mask=mask
             )
     else:
         with step:
             input = tensors.as_dense(input)
-            grad_output = tensors.as_dense(grad_output, like=input)
-            operands = (grad_output, input, mean, invstd, *saved.gradient_dtypes, *step.tail)
+            dz = tensors.as_dense(grad_output, like=input)
+            operands = (dz, input, mean, invstd, *dtypes, *step.tail, *activation)
             if derivative is None or not stores_dz:
-                sums, *gradients = ops.batch_norm_backward_reduce(*operands, *source, mask=mask)
+                sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(*operands, mask=mask)
             else:
-                sums, *gradients, grad_output = ops.batch_norm_backward_reduce_dz(
-                    *operands,
-                    *source,
-                    derivative.residual,
-                    derivative.output,
-                    mask=mask,
+                sums, grad_weight, grad_bias, dz = ops.batch_norm_backward_reduce_dz(
+                    *operands, derivative.residual, derivative.output, mask=mask
                 )
-                source = ()  # dz is the product with the activation's derivative
-        grad_weight, grad_bias = gradients
+                activation = ()
         sums = step.all_reduce(sums)
         if needs_grad_input:
+            operands = (dz, input, mean, invstd, weight, sums, count, *step.expectation(sums))
             try:
-                grad_input = ops.batch_norm_backward_apply(
-                    *(grad_output, input, mean, invstd, weight, sums, count),
-                    *step.expectation(sums),
-                    *source,
-                    mask=mask,
-                )
+                grad_input = ops.batch_norm_backward_apply(*operands, *activation, mask=mask)
             except RuntimeError as error:
                 raise step.error(error) from None
         else:
             step.verify(sums)
+    grad_residual: Tensor | None = None
+    if ctx.has_residual:
+        is_masked = derivative is None and mask is not None  # otherwise dz is 0 at these positions
+        grad_residual = masks.clear(dz, mask) if is_masked else dz
     return (
         grad_input,
         None if weight is None else grad_weight,
-        None if bias_dtype is None else grad_bias,
-        grad_output,
+        None if ctx.bias_dtype is None else grad_bias,
+        grad_residual,
     )
 
 
-def _differentiable_backward(grad_output: Tensor, saved: Saved, step: Pass) -> Gradients:
+def _differentiable_backward(
+    ctx: Any,
+    grad_output: Tensor,
+    step: Pass,
+    saved: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
+    derivative: EpilogueGradient | None,
+) -> Gradients:
     """Do as :func:`backward` in expressions that autograd records; three all-reduces or more."""
-    input, weight, _, _, _, mask, eps, bias_dtype, derivative = saved
+    input, weight, mean, mask = saved
     total = sync.sum_of(step.group, step.layer)
-    if mask is not None:
-        grad_output = masks.clear(grad_output, mask)
+    dz = grad_output if mask is None else masks.clear(grad_output, mask)
     if derivative is not None:
-        z = _activation_input(saved, derivative, total)
-        grad_output = epilogue.activation_gradient(grad_output.double(), z, *derivative[:2])
+        if derivative.activation == "silu":
+            z = reference.batch_norm(input, weight, derivative.bias, ctx.eps, total, mask)
+            if derivative.residual is not None:
+                z = z + masks.clear_given(derivative.residual, mask).to(z.dtype)
+        elif derivative.constants is not None:
+            # Without a gradient: the derivatives are constant wherever they exist.
+            z = reference.normalize_again(input.detach(), mean, derivative.constants)
+        else:
+            assert derivative.output is not None
+            z = derivative.output  # has the sign of z
+        dz = epilogue.activation_gradient(dz.double(), z, *derivative[:2])
     grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
-        grad_output, input, weight, eps, total, mask
+        dz, input, weight, ctx.eps, total, mask
     )
     return (
         grad_input,
         None if weight is None else tensors.cast(grad_weight, weight.dtype),
-        None if bias_dtype is None else tensors.cast(grad_bias, bias_dtype),
-        tensors.cast(grad_output, input.dtype),
+        None if ctx.bias_dtype is None else tensors.cast(grad_bias, ctx.bias_dtype),
+        tensors.cast(dz, input.dtype) if ctx.has_residual else None,
     )
-
-
-def _activation_input(
-    saved: Saved, derivative: EpilogueGradient, total: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """Return the input of the activation or, with its sign, the output.
-
-    With a gradient only for SiLU: the derivatives of the others are constant wherever they exist.
-    """
-    if derivative.activation == "silu":
-        input, weight, mask, eps = saved.input, saved.weight, saved.mask, saved.eps
-        z = reference.batch_norm(input, weight, derivative.bias, eps, total, mask)
-        if derivative.residual is None:
-            return z
-        residual = derivative.residual if mask is None else masks.clear(derivative.residual, mask)
-        return z + residual.to(z.dtype)
-    if derivative.constants is not None:
-        return reference.normalize_again(saved.input.detach(), saved.mean, derivative.constants)
-    assert derivative.output is not None
-    return derivative.output

@@ -327,4 +327,4 @@ def is_recomputation() -> bool:
 
 def forward_direction() -> str:
     """Return what this forward pass is called between ranks."""
-    return "recomputation" if is_recomputation() else "forward"
+    return "forward" if graph_task_id() == -1 else "recomputation"

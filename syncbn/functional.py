@@ -194,7 +194,8 @@ def train(
         )
     identity = identity_of(layer)
     if group is None:
-        return _autograd.train(input, arguments, Pass(None, identity, "forward"), observe)
+        step = Pass(None, identity, _compat.forward_direction(), input, arguments)
+        return _autograd.train(input, arguments, step, observe)
     if process_group is not None:
         try:
             protocol.check_not_destroyed(group)

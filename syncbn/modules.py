@@ -69,16 +69,14 @@ def fx_leaf(forward: ForwardT) -> ForwardT:
     enters the layer in three cases: the layer is the root of the traced model, its ``forward`` is
     another function, or it has hooks, which the tracer runs and the node would run again.
     """
-
-    def is_leaf(layer: Any, tracer: Any) -> bool:
-        runs_this = type(layer).forward is leaf_forward and "forward" not in vars(layer)
-        return runs_this and tracer.root is not layer and not _compat.has_forward_hooks(layer)
+    proxy = torch.fx.Proxy
 
     @functools.wraps(forward)
     def leaf_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, torch.fx.Proxy) and is_leaf(layer, value.tracer):
-                tracer: Any = value.tracer
+        if isinstance(args[0] if args else next(iter(kwargs.values()), None), proxy):
+            tracer: Any = (*args, *kwargs.values())[0].tracer
+            runs_this = type(layer).forward is leaf_forward and "forward" not in vars(layer)
+            if runs_this and tracer.root is not layer and not _compat.has_forward_hooks(layer):
                 name = tracer.path_of_module(layer)
                 return tracer.create_proxy("call_module", name, args, kwargs)
         return forward(layer, *args, **kwargs)
@@ -405,7 +403,8 @@ class SyncBatchNorm(BatchNormBase):
         )
         if not self.training:
             return functional.evaluate(input, arguments, layer)
-        return functional.train(input, arguments, self.process_group, layer, state.observe)
+        group = None if state.group is None else self.process_group
+        return functional.train(input, arguments, group, layer, state.observe)
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Check for torch's ``forward``, which runs where a program bound it before conversion."""

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from syncbn import _compat, ops
 from syncbn.distributed import collectives
-from syncbn.distributed.collectives import ProcessGroup
+from syncbn.distributed.collectives import GroupReference, ProcessGroup
 from syncbn.distributed.layer_id import ANONYMOUS, Identity
 from syncbn.distributed.store import GroupStore, PassReport
 
@@ -155,6 +155,8 @@ class GroupState:
         backend = collectives.cuda_backend(group)
         # Weak: the state exists for as long as the group does.
         self._group = ref(group)
+        # For graphs of autograd; None for groups that it would hold.
+        self.reference = GroupReference(group) if _compat.is_registered(group) else None
         # A rank over NCCL may be passes ahead of another.
         self.store = GroupStore(group, keeps_keys=backend not in ("", "gloo"))
         # The records by key and number of their layer, and by direction.
@@ -164,7 +166,7 @@ class GroupState:
         # Whether the group's collectives compute; those of torch's fake backend do not.
         self._adds_up = collectives.adds_up(group)
         # Whether profiles show the names of passes.
-        self._has_labels = collectives.is_debugging()
+        self.has_labels = collectives.is_debugging()
         # The last pass, the next size that this rank sent in it and, on CPUs, its sums.
         self.last = PassRecord(self, ANONYMOUS, "forward")
         self.next_size_sent = 0
@@ -183,7 +185,7 @@ class GroupState:
 
         # CUDA: gloo adds up on the CPU, so that the host waits in the sum of CUDA tensors.
         self.waits_for_cuda = backend == "gloo"
-        self._statuses: dict[torch.device, DeviceStatus] = {}
+        self.statuses: dict[torch.device, DeviceStatus] = {}
         # The number of fingerprints in the sum that a status is about.
         self.num_verified = group.size()
         # NCCL: sizes of the latest messages, how often ranks have aligned, see abort.align, and
@@ -263,17 +265,6 @@ class GroupState:
         self.last, self._totals = record, None
         self.next_size_sent = next_size
         return other
-
-    def all_reduce(self, message: Tensor, record: PassRecord) -> Tensor:
-        """Sum the message of a pass over the ranks.
-
-        Raises:
-            RuntimeError, ValueError: The collective failed.
-        """
-        label = record.label if self._has_labels else ""
-        totals = collectives.all_reduce_sum(message, self.group, label)
-        self.keep_totals(totals, record)
-        return totals
 
     def keep_totals(self, totals: Tensor, record: PassRecord) -> None:
         """Keep the sums of a pass, whose tail holds the next sizes; not on CUDA."""
@@ -366,26 +357,21 @@ class GroupState:
 
     def status(self, device: torch.device) -> DeviceStatus:
         """Return the status of passes on this CUDA device."""
-        status = self._statuses.get(device)
+        status = self.statuses.get(device)
         if status is None:
-            status = self._statuses[device] = DeviceStatus(device, self.waits_for_cuda)
+            status = self.statuses[device] = DeviceStatus(device, self.waits_for_cuda)
         return status
-
-    @property
-    def may_have_failed(self) -> bool:
-        """Whether a failure may be known that has not been raised yet."""
-        return self.is_misaligned or bool(self._statuses)
 
     def read_statuses(self) -> float:
         """Return a failure that a device has noted and that has not been raised; 0 without one.
 
         It is the sum of the fingerprints of the pass, negative if a rank has aborted it.
         """
-        return next((found for s in self._statuses.values() if (found := s.read())), 0.0)
+        return next((found for s in self.statuses.values() if (found := s.read())), 0.0)
 
     def clear_statuses(self) -> None:
         """Clear the notes of all devices."""
-        for status in self._statuses.values():
+        for status in self.statuses.values():
             status.clear()
 
     def is_asynchronous(self, device: torch.device) -> bool:

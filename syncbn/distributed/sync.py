@@ -32,7 +32,10 @@ class Pass:
     the pass: it must not wait for the others.
     """
 
-    __slots__ = ("_arguments", "_input", "group", "layer", "record")
+    # The record of the pass in its group; None without a group.
+    record: PassRecord | None = None
+    # Fingerprint and next size, for the operator that makes the message.
+    tail: tuple[float | None, float] = (None, 0.0)
 
     def __init__(
         self,
@@ -42,13 +45,12 @@ class Pass:
         input: object = None,
         arguments: Arguments | None = None,
     ) -> None:
-        self.group, self.layer = group, layer
+        self.group, self.layer, self.direction = group, layer, direction
         # They tell the size and the device of the message, for a rank that fails before it has one.
-        self._input, self._arguments = input, arguments
-        # None without a group.
-        self.record: PassRecord | None = None
+        self.input, self._arguments = input, arguments
         if group is not None:
-            self.record = group_state(group).record(layer, direction)
+            record = self.record = group_state(group).record(layer, direction)
+            self.tail = (record.fingerprint, record.next_size)
 
     def __enter__(self) -> None:
         """Raise an error of an earlier pass, which leaves this one alone.
@@ -57,12 +59,12 @@ class Pass:
             RuntimeError: An earlier pass of the group on CUDA was inconsistent.
             NotImplementedError: A forward pass under DistributedDataParallel.join().
         """
-        record = self.record
-        if record is not None:
-            if record.state.may_have_failed:
-                _raise_earlier_failure(record.state)
-            if record.direction == "forward":
-                self._check_join()
+        if self.record is not None:
+            state = self.record.state
+            if state.is_misaligned or state.statuses:
+                _raise_earlier_failure(state)
+            if self.direction == "forward" and (join := _compat.join_config()) is not None:
+                self._check_join(join)
 
     def __exit__(
         self,
@@ -86,7 +88,7 @@ class Pass:
 
     def _size_and_device(self) -> tuple[int | None, torch.device | None]:
         """Return the size and the device of this rank's message, None if they are not known."""
-        input, arguments = self._input, self._arguments
+        input, arguments = self.input, self._arguments
         vectors = [] if arguments is None else [*arguments.vectors]
         tensors = [tensor for tensor in (*vectors, input) if isinstance(tensor, Tensor)]
         channels = None if arguments is None else arguments.num_features
@@ -98,11 +100,11 @@ class Pass:
         size = None if channels is None else protocol.size_of(channels)
         return size, tensors[0].device if tensors else None
 
-    @property
-    def tail(self) -> tuple[float | None, float]:
-        """Fingerprint and next size, for the operator that makes the message."""
-        record = self.record
-        return (None, 0.0) if record is None else (record.fingerprint, record.next_size)
+    def group_reference(self) -> GroupReference | None:
+        """Return the reference by which a graph of autograd holds the group; None without one."""
+        if self.group is None or self.record is None:
+            return None
+        return self.record.state.reference or GroupReference(self.group)
 
     def all_reduce(self, message: Tensor) -> Tensor:
         """Sum the message over the ranks, once they are known to send messages of one size.
@@ -113,14 +115,18 @@ class Pass:
             NotImplementedError: In a batch of gradients.
             RuntimeError, ValueError: As :meth:`meet`; the collective failed.
         """
-        record = self.record
-        if record is None:
+        group, record = self.group, self.record
+        if group is None or record is None:
             return message
         self.meet(message)
+        state = record.state
         try:
-            return record.state.all_reduce(message, record)
+            label = record.label if state.has_labels else ""
+            totals = collectives.all_reduce_sum(message, group, label)
         except (RuntimeError, ValueError) as error:
             raise errors.of_collective(error, record) from error
+        state.keep_totals(totals, record)
+        return totals
 
     def meet(self, message: Tensor) -> None:
         """Make sure, as far as can be, that the other ranks are to send messages of this size.
@@ -168,11 +174,12 @@ class Pass:
         record = self.record
         if record is None:
             return None, None
-        if record.direction == "recomputation" and _compat.num_dispatch_modes() > 0:
+        if self.direction == "recomputation" and _compat.num_dispatch_modes() > 0:
             if not _has_values(totals):
                 return None, None
             record = self._record_of(totals)
-        expected, state = record.fingerprint_sum, record.state
+        state = record.state
+        expected = state.sum_of(record.fingerprint)
         if not totals.is_cuda:
             return expected, None
         state.num_verified = round(expected / record.fingerprint)
@@ -197,7 +204,7 @@ class Pass:
         elif type(totals) is Tensor and totals.is_cuda:
             record, (expected, status) = self.record, self.expectation(totals)
             end = totals[-4:]
-            if record.direction == "recomputation" and expected is not None:
+            if self.direction == "recomputation" and expected is not None:
                 # A compiler may have kept the sums of the forward pass.
                 first = record.state.record(self.layer, "forward").fingerprint_sum
                 end = torch.where(end == first, expected, end)
@@ -227,21 +234,20 @@ class Pass:
         """
         record = self.record
         assert record is not None
-        if record.direction == "recomputation":
+        if self.direction == "recomputation":
             first = record.state.record(record.layer, "forward")
             with _compat.without_dispatch_modes():
                 if totals[-3] == first.fingerprint_sum:
                     return first
         return record
 
-    def _check_join(self) -> None:
+    def _check_join(self, join: Any) -> None:
         """Raise NotImplementedError under DistributedDataParallel.join().
 
         A rank that has run out of inputs stands in for the others' gradients there, but not for the
         collectives of a layer: they would wait for it, or take its messages for those of the layer.
         """
-        join = _compat.join_config()
-        if join is not None and join.enable and not join.throw_on_early_termination:
+        if join.enable and not join.throw_on_early_termination:
             text = (
                 "SyncBatchNorm cannot train under DistributedDataParallel.join(), where a rank "
                 "that has run out of inputs does not take part in the layer's all-reduce; give "

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from syncbn import _autograd, _compat, ops
-from syncbn._autograd import Saved
 from syncbn.distributed import collectives, errors, sync
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, identity_named
@@ -119,16 +118,13 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     _, _, *statistics = output
     ctx.save_for_backward(input, weight, *statistics, mask)
     ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.has_residual = False
 
 
 def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    input, weight, mean, invstd, count, mask = ctx.saved_tensors
-    input = tensors.as_dense(input)
-    saved = Saved(input, weight, mean, invstd, count, mask, ctx.eps, ctx.bias_dtype)
     layer = identity_named(ctx.layer_name)
-    step = Pass(sync.group_named(ctx.group_name, layer), layer, "backward", input)
-    gradients = _autograd.backward(grad_output, saved, step, ctx.needs_input_grad[0])
-    return *gradients[:3], None, None, None, None
+    step = Pass(sync.group_named(ctx.group_name, layer), layer, "backward")
+    return *_autograd.backward(ctx, grad_output, step)[:3], None, None, None, None
 
 
 torch.library.register_autograd("syncbn::exported_batch_norm", _backward, setup_context=_save)

@@ -47,11 +47,6 @@ class Arguments(NamedTuple):
     mask: Tensor | None = None
 
     @property
-    def is_fused(self) -> bool:
-        """Whether anything follows the normalization."""
-        return self.activation is not None or self.residual is not None
-
-    @property
     def vectors(self) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """Weight, bias, running_mean and running_var."""
         return self[:4]

@@ -6,8 +6,6 @@ csrc/ops.cpp holds their contract. None of them communicates or has an autograd 
 before sums and set to zero behind outputs.
 """
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -143,15 +141,11 @@ def _in_its_class(error: RuntimeError) -> Exception:
     return error
 
 
-def _writer(operator: Any) -> Callable[..., Any]:
-    """Return an operator that writes to some of its operands, as it is to be called."""
-    if _compat.allows_mutation_of_saved():
-        return functools.partial(_announce_and_write, operator)
-    return operator  # type: ignore[no-any-return]
-
-
-def _announce_and_write(operator: Any, *operands: Any, **masked: Tensor) -> Any:
-    """Call an operator once its writes have been seen by a mode that does not take the operator."""
+def _call_writer(operator: Any, *operands: Any, **masked: Tensor) -> Any:
+    """Call an operator that writes to some of its operands."""
+    if not _compat.allows_mutation_of_saved():
+        return operator(*operands, **masked)
+    # Its mode, which does not take the operator, has to see the writes.
     written = _compat.arguments_written(operator)
     for operand, is_written in zip(operands, written, strict=False):
         if is_written and operand is not None:
@@ -216,9 +210,12 @@ def batch_norm_apply(
     negative_slope and constants, which are written.
     """
     masked = {} if mask is None else _as_keyword(mask, input)
-    counter = _as_int64(num_batches_tracked)
+    counter = num_batches_tracked
+    if counter is not None and counter.dtype is not torch.int64:
+        counter = counter.to(torch.int64)
     try:
-        results: tuple[Tensor, Tensor, Tensor, Tensor] = _writer(_batch_norm_apply)(
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _call_writer(
+            _batch_norm_apply,
             input,
             totals,
             weight,
@@ -235,7 +232,8 @@ def batch_norm_apply(
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
-    _copy_back(counter, num_batches_tracked)
+    if counter is not num_batches_tracked:
+        num_batches_tracked.copy_(counter)  # type: ignore[union-attr,arg-type]
     if mask is not None and not masked:
         masks.clear_(results[0], mask)
     return results
@@ -260,27 +258,18 @@ def batch_norm_forward(
         totals = batch_norm_stats(input, mask=mask)
         judge = (None, None)
         return batch_norm_apply(input, totals, *vectors, momentum, eps, *judge, *fused, mask=mask)
-    counter = _as_int64(num_batches_tracked)
+    counter = num_batches_tracked
+    if counter is not None and counter.dtype is not torch.int64:
+        counter = counter.to(torch.int64)
     try:
-        results: tuple[Tensor, Tensor, Tensor, Tensor] = _writer(_batch_norm_forward)(
-            input, *vectors[:4], counter, momentum, eps, *fused, **masked
+        results: tuple[Tensor, Tensor, Tensor, Tensor] = _call_writer(
+            _batch_norm_forward, input, *vectors[:4], counter, momentum, eps, *fused, **masked
         )
     except RuntimeError as error:
         raise _in_its_class(error) from None
-    _copy_back(counter, num_batches_tracked)
+    if counter is not num_batches_tracked:
+        num_batches_tracked.copy_(counter)  # type: ignore[union-attr,arg-type]
     return results
-
-
-def _as_int64(num_batches_tracked: Tensor | None) -> Tensor | None:
-    if num_batches_tracked is None or num_batches_tracked.dtype is torch.int64:
-        return num_batches_tracked
-    return num_batches_tracked.to(torch.int64)
-
-
-def _copy_back(counter: Tensor | None, num_batches_tracked: Tensor | None) -> None:
-    if counter is not num_batches_tracked and num_batches_tracked is not None:
-        assert counter is not None
-        num_batches_tracked.copy_(counter)
 
 
 def batch_norm_backward_reduce(
@@ -368,7 +357,7 @@ def batch_norm_backward_apply(
     masked = {} if mask is None else _as_keyword(mask, input)
     operands = (grad_output, input, mean, invstd, weight, sums, count, fingerprint_sum, status)
     try:
-        grad_input: Tensor = _writer(_batch_norm_backward_apply)(*operands, *fused, **masked)
+        grad_input: Tensor = _call_writer(_batch_norm_backward_apply, *operands, *fused, **masked)
     except RuntimeError as error:
         raise _in_its_class(error) from None
     if mask is not None and not masked:

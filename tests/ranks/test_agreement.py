@@ -395,7 +395,7 @@ def hear_late(rank, world_size, status, name, direction):
     with pytest.raises(RuntimeError) as error:
         sync._raise_earlier_failure(state)
     sync._raise_earlier_failure(state)  # says it once
-    del state._statuses[CPU]
+    del state.statuses[CPU]
     return str(error.value)
 
 
