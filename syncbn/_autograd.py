@@ -109,7 +109,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight, bias and residual."""
-        step = Pass(sync.group_held(ctx.group, ctx.layer), ctx.layer, "backward")
+        group = None if ctx.group is None else sync.group_held(ctx.group, ctx.layer)
+        step = Pass(group, ctx.layer, "backward")
         with _compat.without_torch_function():  # of subclasses, as in forward
             return *backward(ctx, grad_output, step), None, None, None
 

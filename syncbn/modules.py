@@ -318,7 +318,8 @@ class SyncBatchNorm(BatchNormBase):
     @property
     def process_group(self) -> ProcessGroup | None:
         """The ranks that share a batch; None is all of them; ValueError for a destroyed group."""
-        return sync.group_held(self._syncbn.group, self._syncbn.identity)
+        state = self._syncbn
+        return None if state.group is None else sync.group_held(state.group, state.identity)
 
     @process_group.setter
     def process_group(self, given: ProcessGroup | DeviceMesh | None) -> None:

@@ -331,14 +331,12 @@ def group_named(name: str | None, layer: Identity) -> ProcessGroup | None:
         raise errors.with_layer_and_rank(error, layer, None) from error.__cause__
 
 
-def group_held(reference: GroupReference | None, layer: Identity) -> ProcessGroup | None:
-    """Return the group that a layer, or its pass, holds; None for None.
+def group_held(reference: GroupReference, layer: Identity) -> ProcessGroup:
+    """Return the group that a layer, or its pass, holds.
 
     Raises:
         ValueError: It was destroyed; the error names the layer.
     """
-    if reference is None:
-        return None
     try:
         return reference.get()
     except ValueError as error:

@@ -141,17 +141,24 @@ def _in_its_class(error: RuntimeError) -> Exception:
     return error
 
 
-def _call_writer(operator: Any, *operands: Any, **masked: Tensor) -> Any:
+def _call(operator: Any, operands: tuple[Any, ...], masked: dict[str, Tensor]) -> Any:
+    """Call an operator; its errors get their class."""
+    try:
+        return operator(*operands, **masked)
+    except RuntimeError as error:
+        raise _in_its_class(error) from None
+
+
+def _call_writer(operator: Any, operands: tuple[Any, ...], masked: dict[str, Tensor]) -> Any:
     """Call an operator that writes to some of its operands."""
     if not _compat.allows_mutation_of_saved():
-        return operator(*operands, **masked)
+        return _call(operator, operands, masked)
     # Its mode, which does not take the operator, has to see the writes.
-    written = _compat.arguments_written(operator)
-    for operand, is_written in zip(operands, written, strict=False):
+    for operand, is_written in zip(operands, _compat.arguments_written(operator), strict=False):
         if is_written and operand is not None:
             operand.copy_(operand)
     with _compat.without_dispatch_modes():
-        return operator(*operands, **masked)
+        return _call(operator, operands, masked)
 
 
 def _as_keyword(mask: Tensor, input: Tensor) -> dict[str, Tensor]:
@@ -180,10 +187,8 @@ def batch_norm_stats(
     masked, filling = {} if mask is None else _as_keyword(mask, input), None
     if mask is not None and not masked:
         input, filling = masks.fill(input, mask)
-    try:
-        message: Tensor = _batch_norm_stats(input, fingerprint, next_size, **masked)
-    except RuntimeError as error:
-        raise _in_its_class(error) from None
+    operands = (input, fingerprint, next_size)
+    message: Tensor = _call(_batch_norm_stats, operands, masked)
     if mask is not None and filling is not None:
         masks.take_out_(message, filling, mask)
     return message
@@ -213,25 +218,11 @@ def batch_norm_apply(
     counter = num_batches_tracked
     if counter is not None and counter.dtype is not torch.int64:
         counter = counter.to(torch.int64)
-    try:
-        results: tuple[Tensor, Tensor, Tensor, Tensor] = _call_writer(
-            _batch_norm_apply,
-            input,
-            totals,
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            counter,
-            momentum,
-            eps,
-            fingerprint_sum,
-            status,
-            *fused,
-            **masked,
-        )
-    except RuntimeError as error:
-        raise _in_its_class(error) from None
+    vectors = (weight, bias, running_mean, running_var, counter)
+    numbers = (momentum, eps, fingerprint_sum, status)
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _call_writer(
+        _batch_norm_apply, (input, totals, *vectors, *numbers, *fused), masked
+    )
     if counter is not num_batches_tracked:
         num_batches_tracked.copy_(counter)  # type: ignore[union-attr,arg-type]
     if mask is not None and not masked:
@@ -261,12 +252,9 @@ def batch_norm_forward(
     counter = num_batches_tracked
     if counter is not None and counter.dtype is not torch.int64:
         counter = counter.to(torch.int64)
-    try:
-        results: tuple[Tensor, Tensor, Tensor, Tensor] = _call_writer(
-            _batch_norm_forward, input, *vectors[:4], counter, momentum, eps, *fused, **masked
-        )
-    except RuntimeError as error:
-        raise _in_its_class(error) from None
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _call_writer(
+        _batch_norm_forward, (input, *vectors[:4], counter, momentum, eps, *fused), masked
+    )
     if counter is not num_batches_tracked:
         num_batches_tracked.copy_(counter)  # type: ignore[union-attr,arg-type]
     return results
@@ -295,12 +283,9 @@ def batch_norm_backward_reduce(
         # dz is 0 where dy is, and times 0 the deviation of what has been filled.
         grad_output, (input, _) = masks.clear(grad_output, mask), masks.fill(input, mask)
     operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
-    try:
-        results: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward_reduce(
-            *operands, *fused, **masked
-        )
-    except RuntimeError as error:
-        raise _in_its_class(error) from None
+    results: tuple[Tensor, Tensor, Tensor] = _call(
+        _batch_norm_backward_reduce, (*operands, *fused), masked
+    )
     return results
 
 
@@ -328,12 +313,9 @@ def batch_norm_backward_reduce_dz(
             residual = masks.clear(residual, mask)
         fused = (*source, residual, output)
     operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
-    try:
-        results: tuple[Tensor, Tensor, Tensor, Tensor] = _batch_norm_backward_reduce_dz(
-            *operands, *fused, **masked
-        )
-    except RuntimeError as error:
-        raise _in_its_class(error) from None
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _call(
+        _batch_norm_backward_reduce_dz, (*operands, *fused), masked
+    )
     return results
 
 
@@ -356,10 +338,7 @@ def batch_norm_backward_apply(
     """
     masked = {} if mask is None else _as_keyword(mask, input)
     operands = (grad_output, input, mean, invstd, weight, sums, count, fingerprint_sum, status)
-    try:
-        grad_input: Tensor = _call_writer(_batch_norm_backward_apply, *operands, *fused, **masked)
-    except RuntimeError as error:
-        raise _in_its_class(error) from None
+    grad_input: Tensor = _call_writer(_batch_norm_backward_apply, (*operands, *fused), masked)
     if mask is not None and not masked:
         masks.clear_(grad_input, mask)
     return grad_input
@@ -391,12 +370,8 @@ def batch_norm_backward(
             grad_output, input, *saved, weight, sums, count, None, None, *fused, mask=mask
         )
         return grad_input, grad_weight, grad_bias
-    try:
-        gradients: tuple[Tensor, Tensor, Tensor] = _batch_norm_backward(
-            grad_output, input, *saved, weight, count, *dtypes, *fused, **masked
-        )
-    except RuntimeError as error:
-        raise _in_its_class(error) from None
+    operands = (grad_output, input, *saved, weight, count, *dtypes, *fused)
+    gradients: tuple[Tensor, Tensor, Tensor] = _call(_batch_norm_backward, operands, masked)
     return gradients
 
 

@@ -28,8 +28,8 @@ def check_training(input: Tensor, arguments: Arguments, *, single_process: bool)
     Raises:
         TypeError, ValueError, NotImplementedError: As the checks below do.
     """
-    check_no_transform()
-    if _is_ordinary(input, arguments):
+    is_plain = not _compat.are_transforms_active() and _compat.jit_tracing_state() is None
+    if is_plain and _is_ordinary(input, arguments):
         # Almost always nothing is wrong, which takes a fraction of the time to see.
         if single_process:
             if input.numel() != input.size(1) and input.device.type in _extension.device_types:
