@@ -18,8 +18,6 @@ from syncbn.ops.arguments import Arguments
 from syncbn.ops.batch_norm import Fused
 from syncbn.ops.epilogue import NUMBERS, EpilogueGradient
 
-__all__ = ["SyncBatchNormFunction", "backward", "normalize", "train"]
-
 
 def train(
     input: Tensor,

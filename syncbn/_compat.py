@@ -18,51 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = [
-    "INPUT_CHECK",
-    "PRE_DISPATCH",
-    "PROXY_ATTRIBUTES",
-    "BatchNormBase",
-    "FakeTensor",
-    "all_reduce",
-    "allows_mutation_of_saved",
-    "apply_function",
-    "are_transforms_active",
-    "arguments_written",
-    "backend_name",
-    "check_module",
-    "children",
-    "compiled_original",
-    "constant_in_graphs",
-    "count_operations",
-    "device_types",
-    "does_as_its_class",
-    "forward_direction",
-    "graph_task_id",
-    "has_forward_hooks",
-    "has_hooks",
-    "is_code_of_batch_norm",
-    "is_compiled",
-    "is_dispatch_key_included",
-    "is_exporting",
-    "is_initialized",
-    "is_mode_recording",
-    "is_recomputation",
-    "is_recorded",
-    "is_registered",
-    "jit_tracing_state",
-    "join_config",
-    "num_dispatch_modes",
-    "resolve_process_group",
-    "saved_tensors_hooks",
-    "set_jit_tracing_state",
-    "uncompiled",
-    "vectors_of",
-    "wait",
-    "without_compiled_code",
-    "without_dispatch_modes",
-    "without_torch_function",
-]
+__all__ = ["BatchNormBase", "FakeTensor", "without_dispatch_modes"]  # under our names
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])

@@ -37,8 +37,6 @@ from syncbn.modules import (
     fx_leaf,
 )
 
-__all__ = ["convert_sync_batchnorm", "revert_sync_batchnorm"]
-
 Layers = list[tuple[str, nn.Module]]  # with their names in the model
 
 # The synchronized class of each of torch's.

@@ -15,9 +15,6 @@ from syncbn.graph import export, inductor
 from syncbn.ops import aten, checks, epilogue, masks, reference, tensors
 from syncbn.ops.arguments import Arguments
 
-__all__ = ["sync_batch_norm"]
-
-
 is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 

@@ -24,18 +24,6 @@ from syncbn.ops.arguments import Arguments
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = [
-    "RECONSTRUCTIONS",
-    "BatchNorm",
-    "LayerState",
-    "ModuleT",
-    "SyncBatchNorm",
-    "SyncBatchNorm1d",
-    "SyncBatchNorm2d",
-    "SyncBatchNorm3d",
-    "SyncBatchNormAct",
-    "fx_leaf",
-]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ForwardT = TypeVar("ForwardT", bound=Callable[..., Any])

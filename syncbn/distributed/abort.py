@@ -19,9 +19,6 @@ from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup, Work
 from syncbn.distributed.protocol import GroupState, group_state
 
-__all__ = ["Alignment", "abort_next_pass", "abort_pass", "align", "take_part"]
-
-
 # For ranks whose hosts are busy elsewhere and do not know of the failure yet.
 _ALIGN_TIMEOUT = timedelta(seconds=5)
 

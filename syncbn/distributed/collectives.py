@@ -13,32 +13,7 @@ from torch import Tensor
 
 from syncbn import _compat
 
-__all__ = [
-    "DeviceMesh",
-    "GroupReference",
-    "ProcessGroup",
-    "Store",
-    "Work",
-    "adds_up",
-    "all_reduce_sum",
-    "are_equal",
-    "checked_group",
-    "cuda_backend",
-    "destroyed",
-    "gather",
-    "global_rank",
-    "group_named",
-    "group_of_mesh",
-    "is_debugging",
-    "is_group",
-    "is_member",
-    "likely_device",
-    "name_of",
-    "resolve_group",
-    "start_sum",
-    "store_of",
-    "world",
-]
+__all__ = ["DeviceMesh", "ProcessGroup", "Store", "Work"]  # from torch.distributed
 
 
 # Torch may have been built without torch.distributed.

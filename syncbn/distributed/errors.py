@@ -8,9 +8,6 @@ from syncbn.distributed.layer_id import Identity
 from syncbn.distributed.protocol import PassRecord, channels_of, same_channels
 from syncbn.distributed.store import PassReport
 
-__all__ = ["of_collective", "of_operator", "of_report", "with_layer_and_rank"]
-
-
 # Errors that are raised again, with the layer and the rank in their text.
 _REWRITTEN = (TypeError, ValueError, NotImplementedError, RuntimeError, torch.OutOfMemoryError)
 

@@ -10,8 +10,6 @@ from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.protocol import GroupState, group_state
 
-__all__ = ["group_of_size"]
-
 
 def group_of_size(group_size: int | str) -> ProcessGroup:
     """Return this rank's group of ``group_size`` neighboring ranks.

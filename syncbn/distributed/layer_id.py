@@ -9,8 +9,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-__all__ = ["ANONYMOUS", "Identity", "Layer", "identity_from", "identity_named", "identity_of"]
-
 
 class Identity:
     """The name of a layer, and two numbers."""

@@ -32,20 +32,6 @@ from syncbn.distributed.collectives import GroupReference, ProcessGroup
 from syncbn.distributed.layer_id import ANONYMOUS, Identity
 from syncbn.distributed.store import GroupStore, PassReport
 
-__all__ = [
-    "STEP",
-    "DeviceStatus",
-    "GroupState",
-    "PassRecord",
-    "channels_of",
-    "check_consistent",
-    "check_not_destroyed",
-    "group_state",
-    "same_channels",
-    "size_of",
-]
-
-
 # Their positions are part of the fingerprints.
 STEP = "step of recompute_statistics"  # between its batches: no pass of a layer
 _DIRECTIONS = ("forward", "recomputation", "backward", "double backward", STEP)

@@ -9,9 +9,6 @@ from syncbn import _compat
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup
 
-__all__ = ["GroupStore", "PassReport"]
-
-
 # The ranks come out of the same collective, but some may be busy.
 _REPORT_TIMEOUT = timedelta(seconds=5)
 # For ranks that switch to another message size together: in a training they arrive within less.

@@ -21,8 +21,6 @@ from syncbn.distributed.layer_id import ANONYMOUS, Identity
 from syncbn.distributed.protocol import STEP, GroupState, PassRecord, group_state
 from syncbn.ops.arguments import Arguments
 
-__all__ = ["Pass", "each_rank", "group_held", "group_named", "sum_of"]
-
 
 class Pass:
     """One direction of one layer: made by all ranks of a group or, without one, by this process.

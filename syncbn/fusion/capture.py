@@ -20,8 +20,6 @@ from syncbn import _compat
 from syncbn.fusion.graph_module import original_class
 from syncbn.fusion.tracer import ModuleTracer, OnlyRecorded, TraceError
 
-__all__ = ["called_modules", "is_sequential", "trace"]
-
 # Packages whose functions may run while a module is traced.
 _LIBRARIES = {"syncbn", "torch", *sys.stdlib_module_names}
 

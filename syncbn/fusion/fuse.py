@@ -12,8 +12,6 @@ from syncbn.fusion.tracer import TraceError
 from syncbn.modules import ModuleT, SyncBatchNorm, SyncBatchNormAct
 from syncbn.ops import epilogue
 
-__all__ = ["FusedLayer", "FusionReport", "LeftLayer", "explain_fusion", "fuse_activations"]
-
 
 class FusedLayer(NamedTuple):
     """A layer that applies an activation, and whether it adds a residual before it."""

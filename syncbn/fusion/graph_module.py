@@ -17,16 +17,6 @@ from syncbn import _compat
 from syncbn.modules import RECONSTRUCTIONS, SyncBatchNorm, _reconstruct
 from syncbn.ops import epilogue
 
-__all__ = [
-    "FusedActivation",
-    "FusedModule",
-    "fused_class",
-    "is_bare",
-    "normalize_activate",
-    "normalize_add_activate",
-    "original_class",
-]
-
 
 class FusedActivation(nn.Identity):
     """Takes the place of an activation that the layer before it applies."""

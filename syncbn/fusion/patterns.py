@@ -15,8 +15,6 @@ from syncbn.fusion import graph_module
 from syncbn.fusion.tracer import IN_PLACE_OPERATORS
 from syncbn.ops import epilogue
 
-__all__ = ["Match", "find", "fuse", "kind_of"]
-
 
 class Match(NamedTuple):
     """The nodes of a match in the order of the graph, from the layer to the activation."""

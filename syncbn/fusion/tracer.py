@@ -13,8 +13,6 @@ from torch.utils._pytree import tree_leaves
 
 from syncbn import _compat
 
-__all__ = ["IN_PLACE_OPERATORS", "ModuleTracer", "OnlyRecorded", "TraceError"]
-
 
 class TraceError(Exception):
     """Why the graph of a module would not do the same as its code."""

@@ -16,8 +16,6 @@ from syncbn.distributed.sync import Pass
 from syncbn.ops import aten, checks, epilogue, masks, tensors
 from syncbn.ops.arguments import Arguments
 
-__all__ = ["train"]
-
 
 def train(
     input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity

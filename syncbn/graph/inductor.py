@@ -20,8 +20,6 @@ from syncbn.distributed.sync import Pass
 from syncbn.ops import checks, epilogue, masks, tensors
 from syncbn.ops.arguments import Arguments
 
-__all__ = ["train"]
-
 
 def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer) -> Tensor:
     """As :func:`syncbn.functional.train`, to be traced by torch.compile.

@@ -7,9 +7,6 @@ from typing import NamedTuple, SupportsFloat, TypeGuard
 import torch
 from torch import Tensor
 
-__all__ = ["Arguments", "is_number"]
-
-
 Operands = tuple[
     Tensor | None,
     Tensor | None,

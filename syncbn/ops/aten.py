@@ -10,8 +10,6 @@ from torch import Tensor
 from syncbn.ops import checks
 from syncbn.ops.arguments import Arguments
 
-__all__ = ["batch_norm", "evaluate", "train"]
-
 
 def evaluate(input: Tensor, arguments: Arguments) -> Tensor:
     """Normalize by the running statistics or, without them, by those of the batch."""

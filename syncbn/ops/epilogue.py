@@ -11,21 +11,6 @@ from torch import Tensor, nn
 from syncbn import _compat
 from syncbn.ops.arguments import Arguments, is_number
 
-__all__ = [
-    "NUMBERS",
-    "EpilogueGradient",
-    "activate",
-    "activation_gradient",
-    "add_residual",
-    "apply_epilogue",
-    "check_activation",
-    "check_negative_slope",
-    "describe",
-    "is_slope",
-    "of_module",
-]
-
-
 # The operators' numbers of activations, as in csrc/common/activations.h.
 NUMBERS = {None: 0, "relu": 1, "leaky_relu": 2, "silu": 3}
 

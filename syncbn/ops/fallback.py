@@ -23,9 +23,6 @@ from torch import Tensor
 from syncbn import _compat
 from syncbn.ops import _extension, tensors
 
-__all__ = ["ONE_VALUE", "OPERATORS", "check_device", "multiply_add"]
-
-
 _RELU, _LEAKY_RELU = 1, 2  # csrc/common/activations.h
 
 # csrc/common/dtype.h: a positive number up to this is zero in the dtype. Of others that is zero.

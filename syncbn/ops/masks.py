@@ -8,9 +8,6 @@ from torch import Tensor
 
 from syncbn.ops import fallback, tensors
 
-__all__ = ["as_places", "broadcasts", "clear", "clear_", "clear_given", "fill", "take_out_"]
-
-
 TensorT = TypeVar("TensorT", Tensor, Tensor | None)
 
 

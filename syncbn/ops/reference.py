@@ -13,8 +13,6 @@ from torch import Tensor
 
 from syncbn.ops import fallback, masks, tensors
 
-__all__ = ["batch_norm", "batch_norm_backward", "normalize_again"]
-
 
 def _of_this_rank(values: Tensor) -> Tensor:
     return values

@@ -5,14 +5,6 @@ from torch import Tensor
 
 from syncbn.ops import _extension
 
-__all__ = [
-    "as_dense",
-    "cast",
-    "compute_dtype",
-    "has_operators",
-    "per_channel",
-]
-
 
 def has_operators(device: torch.device) -> bool:
     """Whether operators of csrc run on the device; :mod:`syncbn.ops.fallback` runs on all."""

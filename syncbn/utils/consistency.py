@@ -13,9 +13,6 @@ from syncbn.distributed.collectives import ProcessGroup
 from syncbn.modules import SyncBatchNorm
 from syncbn.utils.freeze import layers_of
 
-__all__ = ["check_synchronized"]
-
-
 _TENSORS = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 _MAX_LINES = 20
 

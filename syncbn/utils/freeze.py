@@ -5,8 +5,6 @@ from torch import nn
 from syncbn._compat import check_module
 from syncbn.modules import SyncBatchNorm
 
-__all__ = ["freeze_statistics", "layers_of", "unfreeze_statistics"]
-
 
 def layers_of(model: nn.Module) -> dict[str, SyncBatchNorm]:
     """Return our layers in a model by their names in it, each once.

@@ -19,8 +19,6 @@ from syncbn.distributed.protocol import group_state
 from syncbn.modules import SyncBatchNorm
 from syncbn.utils.freeze import layers_of
 
-__all__ = ["Population", "recompute_statistics"]
-
 
 class Population:
     """Count, mean and sum of squared deviations of all that a layer has normalized.
