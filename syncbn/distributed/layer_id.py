@@ -16,16 +16,16 @@ class Identity:
     __slots__ = ("__weakref__", "key", "name", "number")
 
     # The keys of the next layers.
-    _new_keys: ClassVar[Iterator[int]] = itertools.count(1)
+    new_keys: ClassVar[Iterator[int]] = itertools.count(1)
     # The identities that were made into tensors, by key. Weak: a layer holds its identity, and so
     # do a group's records of its passes.
-    _by_key: ClassVar[WeakValueDictionary[int, "Identity"]] = WeakValueDictionary()
+    by_key: ClassVar[WeakValueDictionary[int, "Identity"]] = WeakValueDictionary()
 
     def __init__(self, name: str, key: int | None = None) -> None:
         # The name of the layer in its model, the same on all ranks; empty if unknown.
         self.name = name
         # This process's own number of the layer, which copies share.
-        self.key = next(Identity._new_keys) if key is None else key
+        self.key = next(Identity.new_keys) if key is None else key
         # A number of 29 bits for the name, the same on all ranks.
         self.number = _number(name)
 
@@ -34,7 +34,7 @@ class Identity:
 
     def as_tensor(self) -> Tensor:
         """Return the input of :func:`identity_from`, so that layers can share a compiled graph."""
-        Identity._by_key[self.key] = self
+        Identity.by_key[self.key] = self
         with torch.inference_mode(False):  # autograd saves it
             return torch.tensor([self.key, self.number], device="cpu")
 
@@ -75,7 +75,7 @@ def identity_from(tensor: Tensor | None) -> Identity:
     if tensor is None:
         return ANONYMOUS
     key, number = tensor.tolist()
-    identity = Identity._by_key.get(key)
+    identity = Identity.by_key.get(key)
     if identity is None:  # the layer was deleted before the backward pass of its graph
         identity = Identity("", key)
         identity.number = number

@@ -22,16 +22,16 @@ def test_a_tensor_gives_back_the_identity_of_a_layer_and_of_its_copies():
 
 def test_a_deleted_layer_keeps_its_number_and_no_memory():
     gc.collect()  # layers of other tests
-    before = len(Identity._by_key)
+    before = len(Identity.by_key)
     layers = [SyncBatchNorm(1) for _ in range(10)]
     for number, layer in enumerate(layers):
         layer._syncbn = layer._syncbn.with_name(f"layer{number}")
-    assert len(Identity._by_key) == before + 10
+    assert len(Identity.by_key) == before + 10
     tensor, last = layers[9]._syncbn.identity_tensor, layers[9]._syncbn.identity
     key, number = last.key, last.number
     del layers, layer, last
     gc.collect()
-    assert len(Identity._by_key) == before
+    assert len(Identity.by_key) == before
     found = identity_from(tensor)
     assert (found.key, found.number, found.name) == (key, number, "")
 

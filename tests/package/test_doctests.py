@@ -1,15 +1,15 @@
 """The examples in the public docstrings run, and print what they say."""
 
 import doctest
-import importlib
 
 import pytest
 
+import syncbn
 
-@pytest.mark.parametrize(
-    "name", ["functional", "modules", "convert", "frozen", "statistics", "synchrony"]
-)
+
+@pytest.mark.parametrize("name", syncbn.__all__)
 def test_examples_in_docstrings(name):
-    module = importlib.import_module(f"syncbn.{name}")
-    results = doctest.testmod(module, extraglobs={"__name__": "__doctest__"})
-    assert results.attempted > 0 and results.failed == 0
+    tests = doctest.DocTestFinder().find(getattr(syncbn, name), name, globs={})
+    results = [doctest.DocTestRunner().run(test) for test in tests]
+    assert sum(result.attempted for result in results) > 0
+    assert sum(result.failed for result in results) == 0
