@@ -119,7 +119,7 @@ def _no_trace() -> Iterator[None]:
 # Over NCCL.
 
 
-class _Stop(NamedTuple):
+class Stop(NamedTuple):
     """The pass that the host of a rank had come to when it learned of a failure."""
 
     num_passes: int
@@ -128,7 +128,7 @@ class _Stop(NamedTuple):
     text: str  # the error of a rank that failed by itself, or empty
 
     @classmethod
-    def parse(cls, encoded: str) -> "_Stop":
+    def parse(cls, encoded: str) -> "Stop":
         """Return the stop that :meth:`encode` has encoded."""
         numbers, others, sizes, text = encoded.split(" ", 3)
         return cls(int(numbers), int(others), [int(size) for size in sizes.split(",")], text)
@@ -190,12 +190,12 @@ def align(
 
 def _exchange_stops(
     state: GroupState, device: torch.device, text: str, timeout: timedelta | None
-) -> dict[int, _Stop]:
+) -> dict[int, Stop]:
     """Return the stops of the ranks that come in time, by rank."""
     num_others = 0
     with contextlib.suppress(RuntimeError):  # of a backend that does not count them
         num_operations = _compat.count_operations(state.group, device)
         num_others = num_operations - state.store.num_passes
-    own = _Stop(state.store.num_passes, num_others, [*state.sizes_sent], text).encode()
+    own = Stop(state.store.num_passes, num_others, [*state.sizes_sent], text).encode()
     notes = state.store.exchange(state.num_alignments, own, state.group, timeout)
-    return {rank: _Stop.parse(note) for rank, note in notes.items()}
+    return {rank: Stop.parse(note) for rank, note in notes.items()}
