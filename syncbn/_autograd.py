@@ -43,7 +43,7 @@ def train(
         totals = step.all_reduce(totals)
         if observe is not None:
             observe(step.verify_on_host(totals))
-    weight, bias, *_ = arguments
+    weight, bias = arguments[:2]
     residual = arguments.residual
     if residual is not None:
         residual = tensors.as_dense(residual, like=input)
@@ -90,7 +90,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
             ctx.save_for_backward(*saved, constants, None, None, None)
         else:
             ctx.save_for_backward(*saved, None, None, output, None)
-        ctx.activation, ctx.negative_slope = activation, arguments.negative_slope
+        if activation is not None:
+            ctx.activation, ctx.negative_slope = activation, arguments.negative_slope
         ctx.eps, ctx.bias_dtype = float(arguments.eps), None if bias is None else bias.dtype
         ctx.has_residual = residual is not None
         ctx.layer, ctx.group = step.layer, step.group_reference()
