@@ -47,8 +47,8 @@ def sync_batch_norm(
     ``activation(y + residual)``. Not so in evaluation and in graphs, where they are torch's own
     operators, which compilers fuse.
 
-    Where a mask is false, what stands in input and residual, NaN as well, changes no statistics and
-    no other output; the output is 0 there, and so are the gradients of input and residual.
+    Values of input and residual where a mask is false, NaN as well, change no statistics and no
+    other output; the output is 0 there, and so are the gradients of input and residual.
 
     Args:
         input: Shape (N, C, ...), 2 or more dimensions, any strides; float16, bfloat16, float32 or
@@ -116,7 +116,7 @@ def sync_batch_norm(
 def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> Tensor:
     """Normalize without communication, by running statistics or, without them, by the batch's.
 
-    The operator is torch's own, so that exporters and compilers see what they know. ``layer``
+    The operator is torch's own, which exporters and compilers know. ``layer``
     names the layer in errors.
     """
     # Symbolic tracing has no values to check; torch.jit.trace would warn of each that is looked at.

@@ -1,1 +1,1 @@
-"""What ranks say to each other: groups, collectives, the protocol of a pass."""
+"""Communication between ranks: groups, collectives, the protocol of a pass, its errors."""

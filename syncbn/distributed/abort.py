@@ -2,8 +2,8 @@
 
 It takes part in the collective that the others wait in, with a count of NaN. Over NCCL, where hosts
 do not wait for the sums, each rank learns of a failure some passes later, at the pass that its own
-host happens to make. Then the ranks align: each writes how many passes it has made, and those that
-are behind abort passes until all have made as many.
+host happens to make. Then the ranks align: each writes how many passes it has made, and the ranks
+that are behind abort passes until all have made as many.
 """
 
 import contextlib
@@ -155,7 +155,7 @@ def align(
 ) -> Alignment:
     """Bring all ranks to the same number of passes, after a failure that they learned of late.
 
-    Each writes how many passes it has made, and those that are behind abort passes, which the
+    Each writes how many passes it has made, and ranks that are behind abort passes, which the
     devices of the others wait in. A ``timeout`` of None is the store's. If the others do not come,
     this rank makes no pass before they have.
     """

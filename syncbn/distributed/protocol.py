@@ -239,7 +239,7 @@ class GroupState:
         self.sizes_sent.append(size)
         last, next_size, other = self.last, record.next_size, None
         if size not in last.sizes:
-            # A mode, such as selective checkpointing's, must not see calls of the first pass alone.
+            # A dispatch mode, as of selective checkpointing, must see the same calls in each pass.
             with _compat.without_dispatch_modes():
                 expected = self._expected()
                 if expected == 0:

@@ -25,9 +25,9 @@ from syncbn.ops.arguments import Arguments
 class Pass:
     """One direction of one layer: made by all ranks of a group or, without one, by this process.
 
-    Whatever raises in ``with step:`` aborts the pass: this rank takes part in the collective of the
-    others, which fail too. Nothing behind the collective belongs in it. An interrupt does not abort
-    the pass: it must not wait for the others.
+    An exception in ``with step:`` aborts the pass: this rank takes part in the collective of the
+    others, which fail too. Code after the collective does not belong in it. An interrupt does not
+    abort the pass: it must not wait for the others.
     """
 
     # The record of the pass in its group; None without a group.
@@ -51,7 +51,7 @@ class Pass:
             self.tail = (record.fingerprint, record.next_size)
 
     def __enter__(self) -> None:
-        """Raise an error of an earlier pass, which leaves this one alone.
+        """Raise an error of an earlier pass, which does not abort this one.
 
         Raises:
             RuntimeError: An earlier pass of the group on CUDA was inconsistent.
@@ -242,8 +242,8 @@ class Pass:
     def _check_join(self, join: Any) -> None:
         """Raise NotImplementedError under DistributedDataParallel.join().
 
-        A rank that has run out of inputs stands in for the others' gradients there, but not for the
-        collectives of a layer: they would wait for it, or take its messages for those of the layer.
+        There a rank without inputs takes part in the collectives of gradients, but in no layer's:
+        the others would wait for it, or add its gradients to their messages.
         """
         if join.enable and not join.throw_on_early_termination:
             text = (

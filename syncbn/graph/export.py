@@ -1,6 +1,6 @@
 """The layer in training inside a graph that is recorded to be used elsewhere: see tracing.py.
 
-Whoever gets such a graph may differentiate it, so that every operator in it needs a formula.
+The user of such a graph may differentiate it, so every operator in it needs a formula.
 """
 
 from typing import Any
@@ -20,9 +20,9 @@ from syncbn.ops.arguments import Arguments
 def train(
     input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity
 ) -> Tensor:
-    """As :func:`syncbn.functional.train`: alone torch's own operator, in a group one of ours.
+    """Do as :func:`syncbn.functional.train`, by torch's own operator or by one of ours.
 
-    Also alone one of ours with a mask, which torch's does not take.
+    By ours in a group and with a mask, which torch's does not take.
     """
     try:
         checks.check_all(input, arguments, single_process=group is None)

@@ -131,7 +131,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             shift = shift + bias
         center, scale, shift = _per_channel(dtype, input, mean, scale, shift)
         output = (tensors.cast(input, dtype) - center) * scale + shift
-        if mask is not None:  # a NaN there must not reach the derivative of what follows
+        if mask is not None:  # a NaN there must not reach the derivative of the epilogue
             output = masks.clear(output, mask)
         ctx.save_for_backward(input, weight, mean, invstd, count, identity, mask)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -195,7 +195,7 @@ def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Te
 
 _library = torch.library.Library("syncbn", "FRAGMENT")
 
-# The checks of an eager layer, for what is known to fail them: raises.
+# The checks of an eager layer, for arguments that fail them: raises when the graph runs.
 _library.define(
     "compiled_check(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
     "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
@@ -386,8 +386,8 @@ def _(
     )
 
 
-# Does nothing. Inductor, told that it changes the values, computes them before it and not again for
-# each element that they are combined with.
+# No-op that claims to mutate `values`, so that Inductor materializes them once instead of
+# recomputing them per element.
 _library.define("compiled_materialize(Tensor(a!) values) -> ()")
 
 

@@ -1,4 +1,4 @@
-"""Loads the compiled operators; the one place with an import error text."""
+"""Loads the compiled operators, or raises ImportError with the reason and advice."""
 
 import re
 from pathlib import Path

@@ -19,7 +19,7 @@ Operands = tuple[
 
 
 class Arguments(NamedTuple):
-    """Vectors [C] and numbers of a layer, or of a call of the function, and what follows.
+    """Vectors [C], numbers, mask and epilogue of a layer or of a call of the function.
 
     A ``momentum`` of None is the cumulative average and needs ``num_batches_tracked``, which grows
     by one in training. ``num_features`` is the C that a layer was made for. ``residual``, of the
@@ -49,7 +49,7 @@ class Arguments(NamedTuple):
         return self[:4]
 
     def for_operators(self) -> Operands:
-        """Return those of the normalization, with plain floats for the numbers."""
+        """Return the arguments of the normalization, with plain floats for the numbers."""
         momentum = None if self.momentum is None else float(self.momentum)
         return *self[:5], momentum, float(self.eps)
 

@@ -1,4 +1,4 @@
-"""Batch normalization of this process alone, by torch's own operator, which all tools know.
+"""Batch normalization in a single process, by torch's own operator, which all tools know.
 
 Takes any mix of dtypes that our operators take, and an ``eps`` of 0.
 """
@@ -12,7 +12,7 @@ from syncbn.ops.arguments import Arguments
 
 
 def evaluate(input: Tensor, arguments: Arguments) -> Tensor:
-    """Normalize by the running statistics or, without them, by those of the batch."""
+    """Normalize by the running statistics or, without them, by the batch's."""
     arguments = _in_torchs_dtypes(input, arguments)
     return batch_norm(input, arguments, training=arguments.running_mean is None)
 

@@ -1,9 +1,9 @@
 """The operators as typed Python calls.
 
-csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula. Those of
-:mod:`syncbn.ops.fallback` stand in where csrc has none for a device. A ``mask`` is that of
-:func:`syncbn.ops.masks.as_places`: operators take one on CPUs; elsewhere masked places are filled
-before sums and set to zero behind outputs.
+csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula. On devices
+without operators of csrc, :mod:`syncbn.ops.fallback` has them. A ``mask`` is a result of
+:func:`syncbn.ops.masks.as_places`. Operators take a mask on CPUs; for other devices the functions
+here fill masked positions before the sums and clear them in outputs.
 """
 
 from typing import Any
@@ -113,7 +113,7 @@ _batch_norm_forward = torch.ops.syncbn.batch_norm_forward.default
 _batch_norm_backward = torch.ops.syncbn.batch_norm_backward.default
 
 
-# What operators take for a residual and an activation; by default none, which costs nothing.
+# Operands for a residual and an activation; without them an operator does nothing more.
 Fused = Tensor | float | None
 
 
@@ -242,13 +242,13 @@ def batch_norm_forward(
     *fused: Fused,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what :func:`batch_norm_apply` does, by the statistics of this process's input."""
+    """Do as :func:`batch_norm_apply`, by the statistics of the input."""
     masked = {} if mask is None else _as_keyword(mask, input)
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
     if mask is not None and not masked:
         totals = batch_norm_stats(input, mask=mask)
-        judge = (None, None)
-        return batch_norm_apply(input, totals, *vectors, momentum, eps, *judge, *fused, mask=mask)
+        numbers = (momentum, eps, None, None)
+        return batch_norm_apply(input, totals, *vectors, *numbers, *fused, mask=mask)
     counter = num_batches_tracked
     if counter is not None and counter.dtype is not torch.int64:
         counter = counter.to(torch.int64)
@@ -280,7 +280,7 @@ def batch_norm_backward_reduce(
     """
     masked = {} if mask is None else _as_keyword(mask, input)
     if mask is not None and not masked:
-        # dz is 0 where dy is, and times 0 the deviation of what has been filled.
+        # Masked positions contribute nothing: dy is 0 there.
         grad_output, (input, _) = masks.clear(grad_output, mask), masks.fill(input, mask)
     operands = (grad_output, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
     results: tuple[Tensor, Tensor, Tensor] = _call(
@@ -301,7 +301,7 @@ def batch_norm_backward_reduce_dz(
     *fused: Fused,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what :func:`batch_norm_backward_reduce` does, and store dz.
+    """Do as :func:`batch_norm_backward_reduce`, and store dz.
 
     ``fused`` are constants, activation, negative_slope, residual and output.
     """
@@ -356,7 +356,7 @@ def batch_norm_backward(
     *fused: Fused,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of input, weight and bias of a process that is alone.
+    """Compute the gradients of input, weight and bias in a single process.
 
     ``fused`` are constants, activation and negative_slope.
     """

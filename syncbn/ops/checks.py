@@ -1,7 +1,7 @@
 """The argument checks of the functional form and the module, each with its own words.
 
-They run before the first collective. What may differ between ranks in a valid program, the batch
-size for one, is never an error in here.
+They run before the first collective. Ranks of a valid program may differ, as in the batch size:
+no check here compares ranks.
 """
 
 import math
@@ -171,7 +171,7 @@ def _is_distributed(input: object) -> bool:
 def check_input(
     input: object, num_features: int | None = None, dims: Sequence[int] | None = None
 ) -> None:
-    """Check what every pass, training or not, needs of its input.
+    """Check the input of a pass, in training or evaluation.
 
     Raises:
         TypeError: Not a tensor, not strided, quantized, or not of a floating dtype.
@@ -381,7 +381,7 @@ def check_no_transform() -> None:
 
 
 def check_more_than_one_value(input: Tensor) -> None:
-    """Raise ValueError where a process alone would compute a variance from one value."""
+    """Raise ValueError where a single process would compute a variance from one value."""
     if input.numel() == input.size(1):
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {input.size()}"

@@ -126,7 +126,7 @@ def batch_norm_stats(
 def _count(
     count: Tensor, sums: Tensor, channels: int, fingerprint_sum: float | None, status: Tensor | None
 ) -> Tensor:
-    """Return the count [1] that sums over all ranks are of; NaN if they are not sound.
+    """Return the count [1] of the sums over all ranks; NaN if the sums are inconsistent.
 
     Raises:
         RuntimeError: They are not, or a group has one value per channel, and the host may look at
@@ -138,7 +138,7 @@ def _count(
         differ = sums[2 * channels + 1 : 2 * channels + 2] != fingerprint_sum
     if sums.is_cuda or status is not None:
         if status is not None and fingerprint_sum is not None:
-            # All in the order of the stream, and so is what another pass has noted.
+            # All in the order of the stream, as the status of another pass is.
             noted = status.to(sums.device, non_blocking=True)
             note = torch.where(aborted, -fingerprint_sum, torch.where(differ, fingerprint_sum, 0.0))
             status.copy_(torch.where(noted == 0, note, noted), non_blocking=True)
@@ -157,12 +157,12 @@ def _count(
 
 
 def _update(
-    running: Tensor, batch: Tensor, factor: float | Tensor, sound: list[Tensor]
+    running: Tensor, batch: Tensor, factor: float | Tensor, fits: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Return the old and the new values of running statistics; add to ``sound`` where they fit."""
+    """Return the old and the new values of running statistics; add to ``fits`` where they fit."""
     old = running.to(torch.float64)
     new = (1 - factor) * old + factor * batch
-    sound.append(new <= torch.finfo(running.dtype).max)
+    fits.append(new <= torch.finfo(running.dtype).max)
     return old, new
 
 
@@ -208,15 +208,15 @@ def batch_norm_apply(
         fits.append(new_mean >= -torch.finfo(running_mean.dtype).max)
         unbiased = m2 / (count - 1).clamp(min=1)
         old_var, new_var = _update(running_var, unbiased, factor, fits)
-        is_sound = fits[0] & fits[1] & fits[2] & fits[3]
+        is_valid = fits[0] & fits[1] & fits[2] & fits[3]
         if momentum is None:  # csrc/common/running.h
             old_mean, old_var = (torch.where(has_values, torch.nan, t) for t in (old_mean, old_var))
         for running, old, new in (
             (running_mean, old_mean, new_mean),
             (running_var, old_var, new_var),
         ):
-            # Through .data: the layer raises the version, here as behind the operators of csrc.
-            running.data.copy_(torch.where(is_sound, new, old).to(running.dtype))
+            # By .data: the layer increments the version, as for the operators of csrc.
+            running.data.copy_(torch.where(is_valid, new, old).to(running.dtype))
 
     center = _center(mean, input)
     scale = invstd * _vector(weight, 1, mean)
@@ -249,7 +249,7 @@ def _activate(z: Tensor, activation: int, negative_slope: float, dtype: torch.dt
     return z * torch.sigmoid(z)
 
 
-def _through(
+def _activation_gradient(
     grad_output: Tensor, z: Tensor, activation: int, negative_slope: float, dtype: torch.dtype
 ) -> Tensor:
     """Return ``grad_output`` times the derivative at ``z``."""
@@ -262,7 +262,7 @@ def _through(
     return grad_output * (sigmoid + sigmoid * (z - z * sigmoid))
 
 
-def _gradient_behind(
+def _epilogue_gradient(
     grad_output: Tensor,
     input: Tensor,
     mean: Tensor,
@@ -283,7 +283,7 @@ def _gradient_behind(
         z = multiply_add(input, *_to_batch([_center(mean, input), *constants.chunk(2)], input))
         if residual is not None:
             z = z + residual
-    return _through(dy, z, activation, negative_slope, input.dtype)
+    return _activation_gradient(dy, z, activation, negative_slope, input.dtype)
 
 
 @torch.no_grad()
@@ -301,7 +301,7 @@ def batch_norm_backward_reduce(
     negative_slope: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's sums of dz and dz·xhat, and the gradients of weight and bias."""
-    dz = _gradient_behind(grad_output, input, mean, constants, activation, negative_slope)
+    dz = _epilogue_gradient(grad_output, input, mean, constants, activation, negative_slope)
     return _reduce(dz, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
 
 
@@ -321,9 +321,9 @@ def batch_norm_backward_reduce_dz(
     residual: Tensor | None,
     output: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what :func:`batch_norm_backward_reduce` does, and store dz."""
-    following = (constants, activation, negative_slope, residual, output)
-    dz = _gradient_behind(grad_output, input, mean, *following)
+    """Do as :func:`batch_norm_backward_reduce`, and store dz."""
+    epilogue = (constants, activation, negative_slope, residual, output)
+    dz = _epilogue_gradient(grad_output, input, mean, *epilogue)
     results = _reduce(dz, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
     return *results, torch.empty_like(input).copy_(dz)
 
@@ -342,7 +342,7 @@ def _reduce(
     (on_device,) = _to_batch([center], input)
     deviation = tensors.cast(input, on_device.dtype) - on_device
     sum_dz, sum_products = _sums(dz, dz * deviation)
-    # What rounding the center has left of the mean is made good for.
+    # Corrects the rounding of the center.
     sum_dz_xhat = (sum_products - (mean - center) * sum_dz) * invstd
     end = () if fingerprint is None else (0.0, fingerprint, next_size, next_size**2)
     return (
@@ -376,7 +376,7 @@ def batch_norm_backward_apply(
     scale = invstd * _vector(weight, 1, mean)
     slope = -scale * invstd * mean_dz_xhat
     shift = -scale * mean_dz - (mean - center) * slope
-    dz = _gradient_behind(grad_output, input, mean, constants, activation, negative_slope)
+    dz = _epilogue_gradient(grad_output, input, mean, constants, activation, negative_slope)
     center, slope, shift, scale = _to_batch([center, slope, shift, scale], input)
     grad_input = dz * scale + multiply_add(input, center, slope, shift)
     return torch.empty_like(input).copy_(grad_input)
@@ -397,11 +397,11 @@ def batch_norm_forward(
     negative_slope: float = 0.0,
     constants: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute what :func:`batch_norm_apply` does, by the statistics of this process's input."""
+    """Do as :func:`batch_norm_apply`, by the statistics of the input."""
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
-    following = (residual, activation, negative_slope, constants)
+    epilogue = (residual, activation, negative_slope, constants)
     totals = batch_norm_stats(input)
-    return batch_norm_apply(input, totals, *vectors, momentum, eps, None, None, *following)
+    return batch_norm_apply(input, totals, *vectors, momentum, eps, None, None, *epilogue)
 
 
 @torch.no_grad()
@@ -418,13 +418,13 @@ def batch_norm_backward(
     activation: int = 0,
     negative_slope: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of input, weight and bias of a process that is alone."""
-    following = (constants, activation, negative_slope)
+    """Compute the gradients of input, weight and bias in a single process."""
+    epilogue = (constants, activation, negative_slope)
     sums, *gradients = batch_norm_backward_reduce(
-        grad_output, input, mean, invstd, weight_dtype, bias_dtype, None, 0.0, *following
+        grad_output, input, mean, invstd, weight_dtype, bias_dtype, None, 0.0, *epilogue
     )
     grad_input = batch_norm_backward_apply(
-        grad_output, input, mean, invstd, weight, sums, count, None, None, *following
+        grad_output, input, mean, invstd, weight, sums, count, None, None, *epilogue
     )
     grad_weight, grad_bias = gradients
     return grad_input, grad_weight, grad_bias
@@ -442,7 +442,7 @@ OPERATORS = (
 
 
 def _for_other_devices(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator, refusing what a device with operators has no kernel for.
+    """Return the operator, which refuses tensors that a device with operators has no kernel for.
 
     The dispatcher also comes here with quantized, sparse and nested tensors.
     """
