@@ -266,13 +266,12 @@ def _epilogue_gradient(
     grad_output: Tensor,
     input: Tensor,
     mean: Tensor,
-    constants: Tensor | None,
-    activation: int,
-    negative_slope: float,
+    epilogue: tuple[Tensor | None, int, float],
     residual: Tensor | None = None,
     output: Tensor | None = None,
 ) -> Tensor:
     """Return dz, unrounded: ``grad_output`` through the activation."""
+    constants, activation, negative_slope = epilogue
     dy = tensors.cast(grad_output, tensors.compute_dtype(input))
     if activation == 0:
         return dy
@@ -301,8 +300,10 @@ def batch_norm_backward_reduce(
     negative_slope: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's sums of dz and dz·xhat, and the gradients of weight and bias."""
-    dz = _epilogue_gradient(grad_output, input, mean, constants, activation, negative_slope)
-    return _reduce(dz, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
+    epilogue = (constants, activation, negative_slope)
+    dz = _epilogue_gradient(grad_output, input, mean, epilogue)
+    dtypes, tail = (weight_dtype, bias_dtype), (fingerprint, next_size)
+    return _reduce(dz, input, mean, invstd, dtypes, tail)
 
 
 @torch.no_grad()
@@ -322,9 +323,10 @@ def batch_norm_backward_reduce_dz(
     output: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do as :func:`batch_norm_backward_reduce`, and store dz."""
-    epilogue = (constants, activation, negative_slope, residual, output)
-    dz = _epilogue_gradient(grad_output, input, mean, *epilogue)
-    results = _reduce(dz, input, mean, invstd, weight_dtype, bias_dtype, fingerprint, next_size)
+    epilogue = (constants, activation, negative_slope)
+    dz = _epilogue_gradient(grad_output, input, mean, epilogue, residual, output)
+    dtypes, tail = (weight_dtype, bias_dtype), (fingerprint, next_size)
+    results = _reduce(dz, input, mean, invstd, dtypes, tail)
     return *results, torch.empty_like(input).copy_(dz)
 
 
@@ -333,10 +335,8 @@ def _reduce(
     input: Tensor,
     mean: Tensor,
     invstd: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    fingerprint: float | None,
-    next_size: float,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    tail: tuple[float | None, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
     center = _center(mean, input)
     (on_device,) = _to_batch([center], input)
@@ -344,11 +344,12 @@ def _reduce(
     sum_dz, sum_products = _sums(dz, dz * deviation)
     # Corrects the rounding of the center.
     sum_dz_xhat = (sum_products - (mean - center) * sum_dz) * invstd
+    fingerprint, next_size = tail
     end = () if fingerprint is None else (0.0, fingerprint, next_size, next_size**2)
     return (
         torch.cat([sum_dz, sum_dz_xhat, *_end(sum_dz, *end)]),
-        sum_dz_xhat.to(weight_dtype, copy=True),
-        sum_dz.to(bias_dtype, copy=True),
+        sum_dz_xhat.to(dtypes[0], copy=True),
+        sum_dz.to(dtypes[1], copy=True),
     )
 
 
@@ -376,7 +377,8 @@ def batch_norm_backward_apply(
     scale = invstd * _vector(weight, 1, mean)
     slope = -scale * invstd * mean_dz_xhat
     shift = -scale * mean_dz - (mean - center) * slope
-    dz = _epilogue_gradient(grad_output, input, mean, constants, activation, negative_slope)
+    epilogue = (constants, activation, negative_slope)
+    dz = _epilogue_gradient(grad_output, input, mean, epilogue)
     center, slope, shift, scale = _to_batch([center, slope, shift, scale], input)
     grad_input = dz * scale + multiply_add(input, center, slope, shift)
     return torch.empty_like(input).copy_(grad_input)
