@@ -34,8 +34,8 @@ def write_wheel(folder, changes=(), name=NAME):
     """Write a wheel of what is installed; ``changes`` have other contents, or None for none."""
     info = f"syncbn-{release.version()}.dist-info"
     files = {
-        f"syncbn/{path.name}": path.read_bytes()
-        for path in (*PACKAGE.glob("*.py*"), *PACKAGE.glob("*.so"))
+        f"syncbn/{path.relative_to(PACKAGE).as_posix()}": path.read_bytes()
+        for path in (*PACKAGE.rglob("*.py"), *PACKAGE.glob("*.pyi"), *PACKAGE.glob("*.so"))
         if path.is_file()
     }
     files |= {"syncbn/py.typed": b"", f"{info}/METADATA": METADATA, f"{info}/WHEEL": WHEEL}
