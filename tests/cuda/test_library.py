@@ -138,7 +138,7 @@ def test_torch_without_cuda_loads_the_cpu_operators_and_says_so(prepare, words):
     script = (
         f"import torch\n{prepare}\n"
         "import syncbn\n"
-        "from syncbn import _extension\n"
+        "from syncbn.ops import _extension\n"
         "print(_extension.device_types, _extension.cuda_missing)\n"
         "print(syncbn.SyncBatchNorm(3)(torch.randn(4, 3)).shape)\n"
     )
@@ -148,13 +148,13 @@ def test_torch_without_cuda_loads_the_cpu_operators_and_says_so(prepare, words):
     assert re.search(words, result.stdout)
 
 
-def test_tail_of_cuda_tensors_without_operators_gives_the_reason(monkeypatch):
-    monkeypatch.setattr(fallback, "_announced", False)
+def test_warning_of_cuda_tensors_without_operators_gives_the_reason(monkeypatch):
     monkeypatch.setattr(_extension, "cuda_missing", "it was built without them")
+    monkeypatch.setattr(_extension, "device_types", ("cpu", "meta"))
     with pytest.warns(
         UserWarning, match="no operators for 'cuda'.*built without them.*collect_env"
     ):
-        fallback._announce(torch.device("cuda"))
+        fallback.check_device.__wrapped__(torch.device("cuda"))  # without its cache
 
 
 def configure(tmp_path, setting, nvcc=None, prepare=""):
