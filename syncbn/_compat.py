@@ -63,13 +63,13 @@ def is_mode_recording() -> bool:
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Do as ``function.apply`` where no transform of torch.func is active, in less time."""
-    if torch.compiler.is_compiling():  # behind a break of a graph; it knows Function.apply alone
+    if torch.compiler.is_compiling():  # after a graph break; it only knows Function.apply
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def constant_in_graphs(function: FunctionT) -> FunctionT:
-    """Have compilers call a function while they trace, and keep what it returned.
+    """Have compilers call a function while they trace, and keep its result.
 
     ``torch.compiler.assume_constant_result`` takes Dynamo, whose import takes seconds.
     """
@@ -78,7 +78,7 @@ def constant_in_graphs(function: FunctionT) -> FunctionT:
 
 
 def uncompiled(function: FunctionT, reason: str | None = None) -> FunctionT:
-    """Have compilers run a function and all that it calls as they are, behind a break of the graph.
+    """Have compilers run a function, and all that it calls, uncompiled after a graph break.
 
     As ``torch.compiler.disable``, which imports Dynamo: that takes a second and 120 MiB.
     """
@@ -282,5 +282,5 @@ def is_recomputation() -> bool:
 
 
 def forward_direction() -> str:
-    """Return what this forward pass is called between ranks."""
+    """Return the direction of this forward pass in messages between ranks."""
     return "forward" if graph_task_id() == -1 else "recomputation"

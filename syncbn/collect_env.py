@@ -1,4 +1,4 @@
-"""Prints what a bug report needs: ``python -m syncbn.collect_env``."""
+"""Prints the facts for a bug report: ``python -m syncbn.collect_env``."""
 
 import platform
 import sys
@@ -10,7 +10,7 @@ from syncbn.ops._extension import build_info, cuda_missing, device_types
 
 
 def collect_env() -> dict[str, str]:
-    """Return versions, what was built and which backends there are, as printed."""
+    """Return versions, the operators that were built and the backends, as printed."""
     backends = ["gloo", "nccl", "mpi", "ucc", "xccl"] if dist.is_available() else []
     return {
         "syncbn": build_info["version"],

@@ -37,7 +37,7 @@ RECONSTRUCTIONS: dict[str, Callable[..., Any]] = {}
 def _reconstruct(kind: str, *arguments: Any) -> Any:
     """Rebuild an object of a pickle: the only private name of syncbn that pickles hold.
 
-    A kind and its arguments stay for ever, because files hold them: tests/data has one of each.
+    A kind and its arguments are never changed, because files hold them: tests/data has one of each.
     """
     if kind not in RECONSTRUCTIONS:
         raise ValueError(
@@ -76,7 +76,7 @@ class BatchNorm(BatchNormBase):
     """Batch normalization with the statistics of this process, for 2 or more dimensions.
 
     :func:`syncbn.revert_sync_batchnorm` makes it of a layer that was built as a SyncBatchNorm or
-    has an activation of its own, which stays. TorchScript compiles its ``forward``.
+    has an activation of its own, which it keeps. TorchScript compiles its ``forward``.
     """
 
     # No defaults of the class, which would hide a module that is set in their place.
@@ -155,7 +155,7 @@ class LayerState:
     """All that a layer holds beside torch's attributes; copies of the layer share it.
 
     A change replaces the whole object, so that the copies keep theirs. A pickle holds the name and
-    what freezing stored, because the rest is of this process.
+    the values that freezing stored, because the rest is of this process.
     """
 
     def __init__(self, name: str = "", frozen: dict[str, bool] | None = None) -> None:
@@ -239,7 +239,7 @@ class SyncBatchNorm(BatchNormBase):
         device: Of the parameters and buffers.
         dtype: Of the parameters and running statistics.
         bias: With ``affine``, whether to learn a bias; keyword-only.
-        activation: None, "relu", "leaky_relu" or "silu": what the output goes through, when
+        activation: None, "relu", "leaky_relu" or "silu": applied to the output, when
             training in the same passes over memory; keyword-only.
         negative_slope: Of leaky ReLU, without a unit; keyword-only.
 
@@ -335,7 +335,7 @@ class SyncBatchNorm(BatchNormBase):
         return self
 
     def extra_repr(self) -> str:
-        """Return the arguments, those of torch's layer and what follows the normalization."""
+        """Return the arguments: those of torch's layer, the activation and its slope."""
         text: str = super().extra_repr()
         if not self._syncbn_takes_activation:
             return text
@@ -447,7 +447,7 @@ _run_uncompiled = _compat.uncompiled(_run, _NO_NAME)
 class SyncBatchNorm1d(SyncBatchNorm, BatchNorm1d):
     """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm1d`` and takes 2 or 3 dimensions.
 
-    Conversion makes it of one; the arguments are those of SyncBatchNorm.
+    Conversion makes it of a batch norm layer of torch; arguments as SyncBatchNorm.
 
     Example:
         >>> import torch
@@ -464,7 +464,7 @@ class SyncBatchNorm1d(SyncBatchNorm, BatchNorm1d):
 class SyncBatchNorm2d(SyncBatchNorm, BatchNorm2d):
     """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm2d`` and takes 4 dimensions.
 
-    Conversion makes it of one; the arguments are those of SyncBatchNorm.
+    Conversion makes it of a batch norm layer of torch; arguments as SyncBatchNorm.
 
     Example:
         >>> import torch
@@ -481,7 +481,7 @@ class SyncBatchNorm2d(SyncBatchNorm, BatchNorm2d):
 class SyncBatchNorm3d(SyncBatchNorm, BatchNorm3d):
     """:class:`SyncBatchNorm` that is a ``torch.nn.BatchNorm3d`` and takes 5 dimensions.
 
-    Conversion makes it of one; the arguments are those of SyncBatchNorm.
+    Conversion makes it of a batch norm layer of torch; arguments as SyncBatchNorm.
 
     Example:
         >>> import torch
@@ -510,7 +510,7 @@ class SyncBatchNormAct(SyncBatchNorm):
         if fused is not None:
             return self._syncbn_forward(input, residual, *fused, mask)
         output: Tensor = self.act(self.drop(super().forward(input, residual, mask=mask)))
-        # An activation need not leave zeros alone.
+        # An activation may change zeros.
         return output if mask is None else masks.clear(output, masks.as_places(mask, output))
 
     def fused_activation(self) -> tuple[str, float] | None:

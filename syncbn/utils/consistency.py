@@ -18,7 +18,7 @@ _MAX_LINES = 20
 
 
 class Content(NamedTuple):
-    """What a tensor is: shape and dtype in words, and a digest of its bytes."""
+    """Shape and dtype of a tensor as text, and a digest of its bytes."""
 
     kind: str
     digest: str
@@ -55,7 +55,7 @@ def check_synchronized(model: nn.Module) -> None:
     layers: dict[str, SyncBatchNorm] = {}
     try:
         layers = layers_of(model)
-    except ValueError as error:  # which the ranks that have layers are to hear of
+    except ValueError as error:  # for the report of ranks that have layers
         no_layers = error
     tables: dict[ProcessGroup, Table] = {}
     for name, layer in layers.items():
@@ -107,7 +107,7 @@ def _digest(table: Table) -> bytes:
 
 
 def _differences(tables: dict[int, Table]) -> list[str]:
-    """Tell in what the ranks' tables differ, a line for each layer's tensor."""
+    """Return the differences of the ranks' tables, a line for each layer's tensor."""
     lines = []
     for key in dict.fromkeys(key for table in tables.values() for key in table):
         holders: dict[Content | None, list[int]] = {}
@@ -115,7 +115,7 @@ def _differences(tables: dict[int, Table]) -> list[str]:
             holders.setdefault(table.get(key), []).append(rank)
         if len(holders) == 1:
             continue
-        # Held by the most ranks; of two held by as many, that of the lowest rank.
+        # The value of the most ranks; of two as frequent values, the lowest rank's.
         usual = max(holders, key=lambda content: len(holders[content]))
         layer, tensor = key
         others = [

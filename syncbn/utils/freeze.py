@@ -28,15 +28,15 @@ def layers_of(model: nn.Module) -> dict[str, SyncBatchNorm]:
 def freeze_statistics(model: nn.Module, affine: bool = False) -> None:
     """Keep a model's :class:`syncbn.SyncBatchNorm` layers in evaluation, for fine-tuning.
 
-    They normalize by their running statistics, which stay, and make no collective, until
-    :func:`unfreeze_statistics`; ``model.train()`` leaves them in evaluation. Copies and pickles are
-    frozen as well; a state_dict has the same keys and says nothing of it. A layer without running
-    statistics is left as it is. Of several calls the last one decides.
+    They normalize by their running statistics, do not update them and make no collective, until
+    :func:`unfreeze_statistics`; ``model.train()`` does not change their mode. Copies and pickles
+    are frozen too; a state_dict does not show it. Layers without running statistics are skipped. Of
+    several calls the last one decides.
 
     Args:
         model: The model; its layers are changed in place. Other classes' layers are not.
         affine: Freeze weight and bias of the layers, too: ``requires_grad`` is then False.
-            Otherwise they train on.
+            Otherwise they are trained.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -75,11 +75,10 @@ def freeze_statistics(model: nn.Module, affine: bool = False) -> None:
 
 
 def unfreeze_statistics(model: nn.Module) -> None:
-    """Take :func:`freeze_statistics` back.
+    """Undo :func:`freeze_statistics`.
 
-    A layer gets the mode that it would have now: that of the last ``train()`` or ``eval()``, or the
-    one that it was frozen in. Weight and bias that were frozen get their ``requires_grad`` of
-    before. Layers that are not frozen are left as they are.
+    A layer gets the mode of the last ``train()`` or ``eval()``; without one, its mode before it was
+    frozen. Weight and bias get back their ``requires_grad``. Other layers are skipped.
 
     Args:
         model: The model; its layers are changed in place.

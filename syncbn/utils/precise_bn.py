@@ -43,7 +43,7 @@ class Population:
         count = totals[-1].item()
         if count == 0:
             return
-        # By the operator, which subtracts without loss what can be and gives a constant channel 0.
+        # By the operator, which subtracts with little loss and gives a constant channel 0.
         no_input = totals.new_empty((0, self.channels))
         mean, var = totals.new_zeros((2, self.channels))
         ops.batch_norm_apply(no_input, totals, None, None, mean, var, None, 1.0, 1.0)
@@ -60,9 +60,9 @@ class Population:
         self.count_before = self.count
 
     def write(self) -> str:
-        """Write the layer's running statistics; return what has been left as it was, if anything.
+        """Write the layer's running statistics; return the reason why some were not, or nothing.
 
-        A channel whose statistics are not finite in the dtype of the buffers stays.
+        A channel keeps its statistics if the new ones are not finite in the dtype of the buffers.
         """
         if self.count == 0:
             return "no values"
@@ -88,28 +88,28 @@ _END = object()
 def recompute_statistics(
     model: nn.Module, batches: Iterable[Any], forward: Forward | None = None
 ) -> None:
-    """Replace running statistics by those of all values of all batches of all ranks ("precise BN").
+    """Compute running statistics of all values of all batches of all ranks ("precise BN").
 
     Each :class:`syncbn.SyncBatchNorm` layer gets the mean and the unbiased variance of the values
     that its group's ranks give it in one run over ``batches``, as if they were one batch: counts,
     means and squared deviations of the batches are merged in float64. During the run the layers
     normalize by the batch, as in training, and make the forward pass's all-reduce.
-    ``num_batches_tracked`` becomes the number of batches, that of the rank with the most.
+    ``num_batches_tracked`` becomes the number of batches of the rank with the most.
     ``torch.optim.swa_utils.update_bn``, in its place, averages the batches' variances.
 
     The ranks of the layers' group all call this; if the layers have several groups, all ranks of
-    torch.distributed do. A rank whose batches end before those of others goes on with empty ones.
+    torch.distributed do. A rank that has fewer batches than others continues with empty ones.
 
     Only layers with running statistics that are not frozen and whose group has this rank take part.
     A layer that gets no values keeps its statistics, and so does a channel with a NaN or infinity
-    in it; a warning names the layer. All else stays: momentum, modes, gradients, other buffers. If
+    in it; a warning names the layer. Momentum, modes, gradients and other buffers do not change. If
     something raises, so do the running statistics, and the other ranks raise as well.
 
     Args:
         model: The model, on all ranks the same. Layers other than ours stay in the mode that they
             are in: call ``model.eval()`` first for dropout to be off.
         batches: Read once. Each batch is a tensor on the model's device or, as a loader with labels
-            gives it, a list or tuple that begins with one, which is what the model is called with.
+            gives it, a list or tuple that begins with one. The model is called with the tensor.
         forward: Called as ``forward(model, batch)`` in place of that, with batches of any type.
             All ranks then need the same number of batches.
 
@@ -119,9 +119,9 @@ def recompute_statistics(
         ValueError: No layer takes part, though its group has this rank; a rank has no batches;
             with ``forward``, ranks have different numbers of batches; layers have several groups
             and torch.distributed is not initialized.
-        RuntimeError: Another rank raised an error, which is told, or runs other layers.
+        RuntimeError: Another rank raised an error, which is quoted, or runs other layers.
 
-    What ``batches``, ``forward`` and ``model`` raise comes out as it is.
+    Errors of ``batches``, ``forward`` and ``model`` are not changed.
 
     Example:
         >>> import torch
@@ -139,7 +139,7 @@ def recompute_statistics(
     groups = _groups_of(layers.values())
     for group in groups:
         group_state(group).num_comparisons = 0
-    # A group in which this rank fails from now on has heard of it.
+    # To find the groups in which a failure of this rank is known already.
     failures = {group: group_state(group).num_failures for group in groups}
     try:
         populations = {name: Population(layer) for name, layer in layers.items()}
@@ -150,9 +150,9 @@ def recompute_statistics(
         abort.abort_next_pass(error, unaware)
         raise
     incomplete = [
-        f"{name!r} ({what})"
+        f"{name!r} ({reason})"
         for name, population in populations.items()
-        if (what := population.write())
+        if (reason := population.write())
     ]
     if incomplete:
         warnings.warn(
@@ -170,7 +170,7 @@ def _layers_to_recompute(model: nn.Module) -> dict[str, SyncBatchNorm]:
     """Return the layers that take part, by name; none if their groups are all other ranks'.
 
     Raises:
-        ValueError: There are none; the other ranks hear of it.
+        ValueError: There are none; the other ranks raise too.
     """
     try:
         named = layers_of(model)
@@ -273,7 +273,7 @@ def _check_missing(
 
 
 def _input_of(batch: object) -> Tensor:
-    """Return what the model is called with.
+    """Return the tensor of a batch that the model is called with.
 
     Raises:
         TypeError: The batch does not hold it.
@@ -296,7 +296,7 @@ def _with_progress(batches: Iterable[Any], meeting: ProcessGroup | None) -> Iter
     except ImportError:
         return batches
     is_first = meeting is None or meeting.rank() == 0
-    # None: shown in a terminal alone.
+    # None: only in a terminal.
     bar: Iterable[Any] = tqdm(batches, "recompute_statistics", disable=None if is_first else True)
     return bar
 
@@ -324,7 +324,7 @@ def _kept_buffers(model: nn.Module) -> Iterator[None]:
 def _observed(
     layers: dict[str, SyncBatchNorm], populations: dict[str, Population]
 ) -> Iterator[None]:
-    """Have the layers, and nothing inside of them, train, and tell what they normalize by."""
+    """Put the layers, and no module inside of them, in training; populations get their sums."""
     modes = {name: layer.training for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
