@@ -34,7 +34,7 @@ def train(
     with step:
         checks.check_training(input, arguments, single_process=step.group is None)
         if arguments.mask is not None:
-            arguments = arguments._replace(mask=masks.as_places(arguments.mask, input))
+            arguments = arguments._replace(mask=masks.as_positions(arguments.mask, input))
         # Not in the Function: autograd, which sees the dense input, can differentiate again.
         input = tensors.as_dense(input)
         if not is_joined:
@@ -125,7 +125,7 @@ def normalize(
 
     Totals of None are the statistics of the input, whose vectors are not checked yet. The residual
     of ``arguments`` is dense as the input is, the mask is one of
-    :func:`syncbn.ops.masks.as_places`. A recomputation leaves the running statistics alone.
+    :func:`syncbn.ops.masks.as_positions`. A recomputation leaves the running statistics alone.
 
     Raises:
         TypeError, ValueError: As :func:`syncbn.ops.checks.check_training`; one value per channel in

@@ -66,8 +66,8 @@ def sync_batch_norm(
         residual: Shape and dtype of ``input``, any strides.
         activation: None, "relu", "leaky_relu" or "silu".
         negative_slope: Of leaky ReLU, without a unit; not negative.
-        mask: bool, shape (N, ...) or (N, 1, ...), the places of ``input``, or with sizes of 1 that
-            are broadcast. Ranks may differ in whether they give one.
+        mask: bool, shape (N, ...) or (N, 1, ...), the positions of ``input``, or with sizes of 1
+            that are broadcast. Ranks may differ in whether they give one.
 
     Returns:
         Shape, dtype and memory format of ``input``. The gradients of weight and bias are sums
@@ -145,10 +145,10 @@ def evaluate_masked(input: Tensor, arguments: Arguments) -> Tensor:
     """Do as :func:`evaluate`, with a mask among the arguments, which have been checked."""
     if arguments.mask is None:  # a placeholder of symbolic tracing
         return epilogue.apply_epilogue(aten.evaluate(input, arguments), arguments)
-    mask, residual = masks.as_places(arguments.mask, input), arguments.residual
+    mask, residual = masks.as_positions(arguments.mask, input), arguments.residual
     if residual is not None:
         arguments = arguments._replace(residual=masks.clear(residual, mask))
-    if arguments.running_mean is None:  # torch's operator would count all places
+    if arguments.running_mean is None:  # torch's operator would count all positions
         weight, bias, *_ = arguments
         output = reference.batch_norm(input, weight, bias, arguments.eps, mask=mask)
         output = tensors.cast(output, input.dtype)

@@ -104,19 +104,19 @@ class BatchNorm(BatchNormBase):
             if self.momentum is None:  # the counter is 0 if no value has been valid yet
                 momentum = 1.0 / max(float(self.num_batches_tracked), 1.0)
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
-        places = mask
-        if places is not None:
-            places = places if places.dim() == input.dim() else places.unsqueeze(1)
-            input = torch.where(places, input, 0.0)
-            residual = residual if residual is None else torch.where(places, residual, 0.0)
-        if places is not None and by_batch:
-            output = self._normalize_valid(input, places, momentum)
+        positions = mask
+        if positions is not None:
+            positions = positions if positions.dim() == input.dim() else positions.unsqueeze(1)
+            input = torch.where(positions, input, 0.0)
+            residual = residual if residual is None else torch.where(positions, residual, 0.0)
+        if positions is not None and by_batch:
+            output = self._normalize_valid(input, positions, momentum)
         else:
             output = self._normalize(input, by_batch, momentum)
         if residual is not None:
             output = output + residual
         output = epilogue.activate(output, self.activation, self.negative_slope)
-        return output if places is None else torch.where(places, output, 0.0)
+        return output if positions is None else torch.where(positions, output, 0.0)
 
     def _normalize(self, input: Tensor, by_batch: bool, momentum: float) -> Tensor:
         has_running = self.track_running_stats or not self.training
@@ -125,10 +125,10 @@ class BatchNorm(BatchNormBase):
         weight, bias, eps = self.weight, self.bias, self.eps
         return F.batch_norm(input, mean, var, weight, bias, by_batch, momentum, eps)
 
-    def _normalize_valid(self, input: Tensor, places: Tensor, momentum: float) -> Tensor:
+    def _normalize_valid(self, input: Tensor, positions: Tensor, momentum: float) -> Tensor:
         """Normalize the valid values by their own statistics; the others become 0."""
         rows = input.movedim(1, -1)
-        valid = places.movedim(1, -1).expand_as(rows[..., :1]).squeeze(-1)
+        valid = positions.movedim(1, -1).expand_as(rows[..., :1]).squeeze(-1)
         output = torch.zeros_like(rows)
         values = rows[valid]
         if values.size(0) > 0:
@@ -224,8 +224,8 @@ class SyncBatchNorm(BatchNormBase):
     ``momentum=None`` they become NaN, as torch's do. One value per channel in the whole batch is a
     ValueError, but not on CUDA in a group or with a mask: there nothing waits for the device.
 
-    ``layer(x, mask=mask)`` leaves out the places where a bool mask of shape (N, ...) or (N, 1, ...)
-    is false, such as padding: they count in no statistics, and output and gradient are 0 there.
+    ``layer(x, mask=mask)`` leaves out the positions, such as padding, where a bool mask of shape
+    (N, ...) or (N, 1, ...) is false: no statistics count them; output and gradient are 0 there.
 
     Args:
         num_features: C, the size of dimension 1 of the input.
@@ -511,7 +511,7 @@ class SyncBatchNormAct(SyncBatchNorm):
             return self._syncbn_forward(input, residual, *fused, mask)
         output: Tensor = self.act(self.drop(super().forward(input, residual, mask=mask)))
         # An activation may change zeros.
-        return output if mask is None else masks.clear(output, masks.as_places(mask, output))
+        return output if mask is None else masks.clear(output, masks.as_positions(mask, output))
 
     def fused_activation(self) -> tuple[str, float] | None:
         """Return the activation and slope that ``act`` is for the layer; None if it runs itself."""

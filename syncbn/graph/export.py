@@ -26,7 +26,7 @@ def train(
     """
     try:
         checks.check_all(input, arguments, single_process=group is None)
-        mask = None if arguments.mask is None else masks.as_places(arguments.mask, input)
+        mask = None if arguments.mask is None else masks.as_positions(arguments.mask, input)
     except Exception as error:
         raise Pass(group, layer, "forward", input, arguments).abort(error) from None
     if not torch.compiler.is_compiling() and _compat.is_recomputation():

@@ -41,7 +41,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     identity = None if isinstance(layer, (Identity, str)) else layer._syncbn.identity_tensor
     mask = arguments.mask
     if mask is not None:
-        mask = masks.as_places(mask, input)
+        mask = masks.as_positions(mask, input)
         if arguments.residual is not None:
             arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
     output: Tensor = CompiledSyncBatchNormFunction.apply(

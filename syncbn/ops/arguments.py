@@ -25,8 +25,8 @@ class Arguments(NamedTuple):
     by one in training. ``num_features`` is the C that a layer was made for. ``residual``, of the
     input's shape and dtype, is added to the normalized input, then comes the ``activation``, a key
     of :data:`syncbn.ops.epilogue.NUMBERS`. ``dims`` are the numbers of dimensions that a layer
-    takes; None for two or more. ``mask`` is false at places that do not count: as it was given, or,
-    once it has been checked, as :func:`syncbn.ops.masks.as_places` makes it.
+    takes; None for two or more. ``mask`` is false at positions that do not count: as it was given
+    or, after the checks, as :func:`syncbn.ops.masks.as_positions` returns it.
     """
 
     weight: Tensor | None

@@ -2,8 +2,8 @@
 
 csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula. On devices
 without operators of csrc, :mod:`syncbn.ops.fallback` has them. A ``mask`` is a result of
-:func:`syncbn.ops.masks.as_places`. Operators take a mask on CPUs; for other devices the functions
-here fill masked positions before the sums and clear them in outputs.
+:func:`syncbn.ops.masks.as_positions`. Operators take a mask on CPUs; for other devices the
+functions here fill masked positions before the sums and clear them in outputs.
 """
 
 from typing import Any

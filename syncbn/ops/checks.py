@@ -268,12 +268,12 @@ def check_running(arguments: Arguments) -> None:
 
 
 def check_not_expanded(arguments: Arguments) -> None:
-    """Raise ValueError if channels share a place in the running statistics, which are written."""
+    """Raise ValueError if channels share memory in the running statistics, which are written."""
     for name in ("running_mean", "running_var"):
         vector = getattr(arguments, name)
         if vector is not None and vector.stride(0) == 0 and vector.size(0) > 1:
             raise ValueError(
-                f"expected {name} to have a place in memory for each channel, but it is expanded; "
+                f"expected {name} to have memory for each channel, but it is expanded; "
                 "call .clone() first"
             )
 
@@ -320,7 +320,7 @@ def check_mask(input: Tensor, mask: object) -> None:
 
     Raises:
         TypeError: Not a tensor, not strided, or not bool.
-        ValueError: Not of the input's places, or not on its device.
+        ValueError: Not of the input's positions, or not on its device.
     """
     if mask is None:
         return
@@ -337,11 +337,11 @@ def check_mask(input: Tensor, mask: object) -> None:
         kind = "a nested tensor" if mask.is_nested else f"layout {mask.layout}"
         raise TypeError(f"expected a dense mask, but got {kind}")
     if not masks.broadcasts(mask, input):
-        places = list(input.shape[:1] + input.shape[2:])
-        with_one = [places[0], 1, *places[1:]]
+        positions = list(input.shape[:1] + input.shape[2:])
+        with_one = [positions[0], 1, *positions[1:]]
         raise ValueError(
-            f"expected mask to have shape {places} or {with_one}, one value for each place of "
-            f"input, or sizes of 1 there, but got {list(mask.shape)}"
+            f"expected mask to have shape {positions} or {with_one}, one value for each position "
+            f"of input, or sizes of 1 there, but got {list(mask.shape)}"
         )
     if mask.device != input.device:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Masks of places that count in no statistics, and operators under one where ours take none."""
+"""Masks of positions that count in no statistics, and their use where operators take none."""
 
 from typing import TypeVar
 
@@ -12,47 +12,47 @@ TensorT = TypeVar("TensorT", Tensor, Tensor | None)
 
 
 def broadcasts(mask: Tensor, input: Tensor) -> bool:
-    """Whether a mask is one of the input's places: (N, 1, ...) or (N, ...), or with sizes of 1."""
+    """Whether a mask fits the input's positions: (N, 1, ...) or (N, ...), or with sizes of 1."""
     if mask.dim() == input.dim():
-        places = (*input.shape[:1], 1, *input.shape[2:])
+        positions = (*input.shape[:1], 1, *input.shape[2:])
     else:
-        places = (*input.shape[:1], *input.shape[2:])
-    return len(places) == mask.dim() and all(
-        size in (1, full) for size, full in zip(mask.shape, places, strict=True)
+        positions = (*input.shape[:1], *input.shape[2:])
+    return len(positions) == mask.dim() and all(
+        size in (1, full) for size, full in zip(mask.shape, positions, strict=True)
     )
 
 
-def as_places(mask: Tensor, input: Tensor) -> Tensor:
+def as_positions(mask: Tensor, input: Tensor) -> Tensor:
     """Return a checked mask as operators take it: contiguous, with the input's shape without C."""
     if mask.dim() == input.dim():
         mask = mask.squeeze(1)
     return mask.expand(input.shape[:1] + input.shape[2:]).contiguous()
 
 
-def clear(tensor: Tensor, places: Tensor) -> Tensor:
-    """Return the tensor with zeros at masked places, from which no gradient comes."""
-    return torch.where(places.unsqueeze(1), tensor, 0.0)
+def clear(tensor: Tensor, positions: Tensor) -> Tensor:
+    """Return the tensor with zeros at masked positions, which have no gradient."""
+    return torch.where(positions.unsqueeze(1), tensor, 0.0)
 
 
 def clear_given(tensor: TensorT, mask: Tensor | None) -> TensorT:
     """Return the tensor with zeros where a mask is false, which is as a user gives it, or None."""
     if tensor is None or mask is None:
         return tensor
-    return clear(tensor, as_places(mask, tensor))
+    return clear(tensor, as_positions(mask, tensor))
 
 
 # Symbolic tracing of a layer by itself makes a placeholder of its mask, which may stay None.
 torch.fx.wrap("clear_given")
 
 
-def clear_(tensor: Tensor, places: Tensor) -> None:
-    """Set a tensor that nobody else has to zero at masked places."""
-    tensor.masked_fill_(~places.unsqueeze(1), 0.0)
+def clear_(tensor: Tensor, positions: Tensor) -> None:
+    """Set a tensor that nobody else has to zero at masked positions."""
+    tensor.masked_fill_(~positions.unsqueeze(1), 0.0)
 
 
 @torch.no_grad()
-def fill(input: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the input with a value of each channel, near its mean, at masked places; and those.
+def fill(input: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the input with a value of each channel, near its mean, at masked positions; and those.
 
     The mean of the first value of each sample that counts: float64 [C], each a value of the input's
     dtype.
@@ -62,18 +62,18 @@ def fill(input: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
     if input.numel() == 0:
         return input, input.new_zeros(channels, dtype=torch.float64)
     values = input.reshape(num_samples, channels, -1)
-    of_samples = places.reshape(num_samples, 1, -1)
+    of_samples = positions.reshape(num_samples, 1, -1)
     first = of_samples.byte().argmax(2, keepdim=True)
     counts = of_samples.any(2)
     found = values.gather(2, first.expand(-1, channels, -1)).squeeze(2)
     found = torch.where(counts, found.to(torch.float64), 0.0)
     filling = (found.sum(0) / counts.sum().clamp(min=1)).to(input.dtype)
-    filled = torch.where(places.unsqueeze(1), input, tensors.per_channel(filling, input))
+    filled = torch.where(positions.unsqueeze(1), input, tensors.per_channel(filling, input))
     return filled, filling.to(torch.float64)
 
 
-def take_out_(message: Tensor, filling: Tensor, places: Tensor) -> None:
-    """Take what places were filled with out of a message of :func:`syncbn.ops.batch_norm_stats`."""
-    number = (places.numel() - places.sum()).to(torch.float64).view(1)
+def take_out_(message: Tensor, filling: Tensor, positions: Tensor) -> None:
+    """Subtract the filled values from a message of :func:`syncbn.ops.batch_norm_stats`."""
+    number = (positions.numel() - positions.sum()).to(torch.float64).view(1)
     filled = torch.cat([filling * number, filling.square() * number, number])
     message[: filled.size(0)] -= filled

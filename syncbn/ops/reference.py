@@ -53,7 +53,7 @@ def batch_norm(
         bias: Shape [C], or None for 0.
         eps: Added to the biased variance.
         total: Sums a vector over the ranks that share statistics, and can be differentiated.
-        mask: bool, the shape of ``input`` without channels: places that count; None for all. The
+        mask: bool, the shape of ``input`` without channels: positions that count; None for all. The
             others are normalized to 0, to which the bias is added.
 
     Returns:
@@ -107,7 +107,7 @@ def batch_norm_backward(
         weight: Shape [C], or None for 1.
         eps: Added to the biased variance.
         total: Sums a vector over the ranks that share statistics, and can be differentiated.
-        mask: That of :func:`batch_norm`; ``grad_output`` is 0 at the other places.
+        mask: That of :func:`batch_norm`; ``grad_output`` is 0 at the other positions.
 
     Returns:
         Gradients of input (its dtype and shape; of the sum over all ranks), of weight and of bias

@@ -100,7 +100,7 @@ def test_one_of_the_running_statistics(name, training):
 @pytest.mark.parametrize("name", ["running_mean", "running_var"])
 def test_expanded_running_statistics_can_only_be_read(name):
     arguments = {**GOOD, name: torch.ones(1).expand(3)}
-    with pytest.raises(ValueError, match=f"expected {name} to have a place .* but it is expanded"):
+    with pytest.raises(ValueError, match=f"expected {name} to have memory .* but it is expanded"):
         sync_batch_norm(X, **arguments, training=True)
     assert sync_batch_norm(X, **arguments).shape == X.shape
     one = torch.ones(1).expand(1)
