@@ -267,7 +267,7 @@ def is_recorded() -> bool:
     pipelines and quantization-aware training. The user of the graph may differentiate it.
     """
     return (
-        torch.compiler._is_exporting_flag
+        is_exporting()
         or is_dispatch_key_included(PRE_DISPATCH)
         or (num_dispatch_modes() > 0 and is_mode_recording())
     )
