@@ -1,6 +1,6 @@
-"""A training pass. Forward: statistics, their sum over the ranks, apply. Backward: the same.
+"""A training pass. Forward: statistics, all-reduce, apply. Backward: reduce, all-reduce, apply.
 
-``totals`` and ``sums`` are vectors of all ranks, ``step`` is the pass that makes them: see
+``totals`` and ``sums`` are sums over all ranks; ``step`` is the pass that computes them, see
 :mod:`syncbn.distributed.sync`. Graphs of torch.compile are in :mod:`syncbn.graph.inductor`.
 """
 
@@ -29,7 +29,7 @@ def train(
 
     ``observe`` is called with the sums over all ranks, float64 on the CPU.
     """
-    is_joined = step.group is None and observe is None  # one operator makes the whole pass
+    is_joined = step.group is None and observe is None  # one operator computes the whole pass
     totals: Tensor | None = None
     with step:
         checks.check_training(input, arguments, single_process=step.group is None)
@@ -78,9 +78,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
         if residual is not arguments.residual:
             arguments = arguments._replace(residual=residual)
         output, mean, invstd, count = normalize(input, totals, arguments, step, constants)
-        # Never the running statistics or, but for SiLU's higher derivatives, the bias: they may
-        # change before backward (a network that runs twice, an optimizer step), and nothing here
-        # needs their old values.
+        # The running statistics are never saved, and the bias only for SiLU's higher derivatives:
+        # they may change before backward (a network that runs twice, an optimizer step).
         saved = (input, weight, mean, invstd, count, arguments.mask)
         if activation is None:
             ctx.save_for_backward(*saved)
@@ -123,13 +122,13 @@ def normalize(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return output, mean, invstd and count of a dense input: :func:`syncbn.ops.batch_norm_apply`.
 
-    Totals of None are the statistics of the input, whose vectors are not checked yet. The residual
-    of ``arguments`` is dense as the input is, the mask is one of
-    :func:`syncbn.ops.masks.as_positions`. A recomputation leaves the running statistics alone.
+    With ``totals`` of None, one operator checks the vectors and computes the statistics of the
+    input, too. The residual of ``arguments`` has the input's memory format, the mask is a result
+    of :func:`syncbn.ops.masks.as_positions`. A recomputation does not update running statistics.
 
     Raises:
         TypeError, ValueError: As :func:`syncbn.ops.checks.check_training`; one value per channel in
-            the whole batch, which is not noticed on CUDA.
+            the whole batch, except on CUDA.
         RuntimeError: Another rank has aborted or makes another pass.
     """
     if step.direction == "recomputation":
@@ -150,8 +149,8 @@ def normalize(
                 input, totals, *operands, *expectation, *following, mask=mask
             )
     except (RuntimeError, ValueError) as error:
-        # Under no other name: a frame that holds an error of its own keeps its callers alive, and
-        # with them a checkpoint that failed, until a collection of garbage.
+        # Not bound to another name: a frame that holds its own error is a reference cycle, which
+        # keeps the tensors of its callers until the garbage collector runs.
         raise step.error(
             error if step.group is not None else checks.explain(error, input, arguments)
         ) from None
@@ -167,11 +166,10 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 def backward(ctx: Any, grad_output: Tensor, step: Pass) -> Gradients:
     """Return the gradients of input, weight, bias and residual; None if they are not needed.
 
-    ``ctx`` is that of :meth:`SyncBatchNormFunction.forward`. Makes its collective whether or not
-    the input needs a gradient: that may differ between ranks, and the others would wait for a rank
-    that stayed away.
+    ``ctx`` is the context of :meth:`SyncBatchNormFunction.forward`. The collective is made even if
+    the input needs no gradient: it may need one on other ranks, which would wait for this rank.
     """
-    # Read once: a checkpoint recomputes them at each access.
+    # Read once: a checkpoint recomputes the tensors at each access.
     input, weight, mean, invstd, count, mask, *source = ctx.saved_tensors
     derivative = EpilogueGradient(ctx.activation, ctx.negative_slope, *source) if source else None
     # Inside a backward pass, gradients are recorded exactly under create_graph=True.
@@ -235,7 +233,7 @@ def _differentiable_backward(
     saved: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
     derivative: EpilogueGradient | None,
 ) -> Gradients:
-    """Do as :func:`backward` in expressions that autograd records; three all-reduces or more."""
+    """Do as :func:`backward`, in expressions that autograd records; three all-reduces or more."""
     input, weight, mean, mask = saved
     total = sync.sum_of(step.group, step.layer)
     dz = grad_output if mask is None else masks.clear(grad_output, mask)

@@ -50,7 +50,7 @@ _DIMS = {
     getattr(cls, _compat.INPUT_CHECK): ours._syncbn_dims for cls, ours in _SYNCHRONIZED.items()
 }
 
-# Names that TorchScript keeps of the classes of such layers.
+# The class names that TorchScript keeps of batch normalization layers.
 _SCRIPTED = {"BatchNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
 
 # Attributes of a layer that takes an activation, with their defaults.
@@ -61,7 +61,7 @@ class _Derived(SyncBatchNorm):
     """The first base of the classes that conversion derives from other classes."""
 
     def __init_subclass__(cls) -> None:
-        """Call no base class: one that keeps a list of its subclasses expects a program's."""
+        """Call no base class, which may keep a list of the subclasses that a program defines."""
 
     def _syncbn_forward(self, *arguments: Any) -> Tensor:
         if not _compat.is_exporting():  # which refuses side effects
@@ -348,7 +348,7 @@ def _desynchronize(layer: SyncBatchNorm) -> None:
 
 
 def _undo_of(module: nn.Module | None) -> Callable[[Any], nn.Module] | None:
-    """Return the method of a module that fusion has made which gives back the module before."""
+    """Return the method by which a module that fusion has made gives back the original one."""
     return getattr(type(module), "_syncbn_undo", None)
 
 

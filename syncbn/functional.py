@@ -44,11 +44,11 @@ def sync_batch_norm(
         y = (x - mean) / sqrt(variance + eps) * weight + bias
 
     A residual and an activation, if given, follow in the same passes over memory:
-    ``activation(y + residual)``. Not so in evaluation and in graphs, where they are torch's own
-    operators, which compilers fuse.
+    ``activation(y + residual)``. In evaluation and in graphs they are torch's own operators, which
+    compilers fuse.
 
-    Values of input and residual where a mask is false, NaN as well, change no statistics and no
-    other output; the output is 0 there, and so are the gradients of input and residual.
+    Where a mask is false, values of input and residual, also NaN, change no statistics and no
+    other output. There the output and the gradients of input and residual are 0.
 
     Args:
         input: Shape (N, C, ...), 2 or more dimensions, any strides; float16, bfloat16, float32 or
@@ -76,7 +76,7 @@ def sync_batch_norm(
     Raises:
         TypeError: An argument of the wrong type, dtype or layout.
         ValueError: An argument of the wrong shape, device or value; one value per channel in the
-            whole batch, on CUDA only without other ranks and a mask; a rank outside of
+            whole batch, on CUDA only in a single process without a mask; a rank outside of
             ``process_group``, or a group that was destroyed; ranks with different C.
         NotImplementedError: Training in a torch.func transform, or under
             DistributedDataParallel.join().
@@ -116,10 +116,10 @@ def sync_batch_norm(
 def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> Tensor:
     """Normalize without communication, by running statistics or, without them, by the batch's.
 
-    The operator is torch's own, which exporters and compilers know. ``layer``
-    names the layer in errors.
+    The operator is torch's own, which exporters and compilers know. ``layer`` names the layer in
+    errors.
     """
-    # Symbolic tracing has no values to check; torch.jit.trace would warn of each that is looked at.
+    # Symbolic tracing has no values to check, and torch.jit.trace warns of each value that is read.
     if isinstance(input, torch.fx.Proxy) or is_tracing():
         mask, by_batch = arguments.mask, arguments.running_mean is None
         if mask is None:
@@ -176,14 +176,14 @@ def train(
         group = collectives.resolve_group(process_group)
     except (TypeError, ValueError) as error:
         raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
-    # Checked here and not in tracing.py: after a graph break Dynamo still traces the functions that
+    # Checked here and not in graph/: after a graph break Dynamo still traces the functions that
     # this one calls, and they would find a compiler.
     if torch.compiler.is_compiling() and not _compat.is_exporting():
         return inductor.train(input, arguments, group, layer)
     if _compat.is_recorded():
         return export.train(input, arguments, group, identity_of(layer))
-    # A tensor of a subclass decides, as it does for F.batch_norm. By default this function runs
-    # again, and in it the subclass is a tensor like another; then the output becomes one of it.
+    # A tensor subclass decides, as for F.batch_norm. By default its __torch_function__ calls this
+    # function again, with subclasses taken as plain tensors, and makes the output a subclass.
     operands = (input, *arguments[:5], arguments.residual, arguments.mask)
     if torch.overrides.has_torch_function(operands):
         return torch.overrides.handle_torch_function(  # type: ignore[no-any-return]

@@ -266,9 +266,9 @@ class SyncBatchNorm(BatchNormBase):
     _syncbn: LayerState
     # The class that revert restores.
     _syncbn_original: type[BatchNormBase] = BatchNorm
-    # Numbers of dimensions that the layer takes; None for two or more.
+    # The numbers of dimensions that the layer accepts; None for two or more.
     _syncbn_dims: tuple[int, ...] | None = None
-    # Whether ``activation`` and ``negative_slope`` are ours, and not those of a user's class.
+    # Whether ``activation`` and ``negative_slope`` are our attributes, and not a user's class's.
     _syncbn_takes_activation = True
     # No defaults of the class, which would hide a module that is set in their place.
     activation: str | None
@@ -360,15 +360,18 @@ class SyncBatchNorm(BatchNormBase):
     ) -> Tensor:
         """Do as :meth:`forward`, with an activation in the place of the layer's own."""
         state = self._syncbn
-        layer: Layer = state.identity
-        if torch.compiler.is_compiling():
-            if self.training and not state.fits_graph and not _compat.is_exporting():
-                return _run_uncompiled(  # type: ignore[no-any-return]
-                    self, input, residual, activation, negative_slope, mask
-                )
-            layer = self
-        elif isinstance(input, torch.fx.Proxy):
+        layer: Layer = self
+        if isinstance(input, torch.fx.Proxy):
             layer = state.identity.name
+        elif (
+            self.training
+            and not state.fits_graph
+            and torch.compiler.is_compiling()
+            and not _compat.is_exporting()
+        ):
+            return _run_uncompiled(  # type: ignore[no-any-return]
+                self, input, residual, activation, negative_slope, mask
+            )
         weight, bias, running_mean, running_var, counter = _compat.vectors_of(self)
         if self.training and not self.track_running_stats:
             running_mean = running_var = None

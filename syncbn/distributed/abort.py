@@ -1,9 +1,9 @@
 """Aborted passes: a rank that fails makes the other ranks of its group fail soon.
 
-It takes part in the collective that the others wait in, with a count of NaN. Over NCCL, where hosts
-do not wait for the sums, each rank learns of a failure some passes later, at the pass that its own
-host happens to make. Then the ranks align: each writes how many passes it has made, and the ranks
-that are behind abort passes until all have made as many.
+The rank takes part in the collective that the others wait in, with a count of NaN. Over NCCL, hosts
+do not wait for the sums, and each rank learns of a failure at some later pass. Then the ranks
+align: each writes how many passes it has made, and the ranks that are behind abort passes until all
+have made as many.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup, Work
 from syncbn.distributed.protocol import GroupState, group_state
 
-# For ranks whose hosts are busy elsewhere and do not know of the failure yet.
+# For ranks whose hosts are busy with other work and do not know of the failure yet.
 _ALIGN_TIMEOUT = timedelta(seconds=5)
 
 
@@ -55,7 +55,7 @@ class _Started(NamedTuple):
 def _start(
     error: Exception, state: GroupState, size: int | None, device: torch.device | None
 ) -> _Started:
-    """Write why this rank aborts the pass, and start to take part in its collective."""
+    """Write the reason to the store, and start the collective of the pass."""
     group = state.group
     device = collectives.likely_device(group, device)
     is_asynchronous = state.is_asynchronous(device)
@@ -66,7 +66,7 @@ def _start(
         _compat.without_dispatch_modes(),
         contextlib.suppress(RuntimeError, ValueError, TypeError),
     ):
-        # If a rank has failed before, it waits in no pass for this one.
+        # After an earlier failure no rank waits in this pass.
         has_failed = state.is_misaligned or state.read_statuses() != 0
         if not has_failed:
             state.store.num_passes += 1
@@ -155,9 +155,9 @@ def align(
 ) -> Alignment:
     """Bring all ranks to the same number of passes, after a failure that they learned of late.
 
-    Each writes how many passes it has made, and ranks that are behind abort passes, which the
-    devices of the others wait in. A ``timeout`` of None is the store's. If the others do not come,
-    this rank makes no pass before they have.
+    Each writes how many passes it has made, and ranks that are behind abort passes, because the
+    devices of the others wait in them. A ``timeout`` of None is the store's. If the others do not
+    come, this rank makes no pass until they have come.
     """
     state.is_misaligned = True
     state.clear_statuses()

@@ -86,7 +86,8 @@ def _compare(own: int | str, world: ProcessGroup, state: GroupState) -> None:
     if store is None:  # MPI's groups have none
         return
     store.set(f"syncbn/group_size/{number}/{world.rank()}", str(own))
-    # All ranks have read the sizes of two comparisons ago: they came to the last comparison after.
+    # All ranks have read the sizes of the comparison before the last: since then each has come to
+    # the last one.
     with contextlib.suppress(RuntimeError):  # some stores cannot delete
         store.delete_key(f"syncbn/group_size/{number - 2}/{world.rank()}")
     if isinstance(own, str):

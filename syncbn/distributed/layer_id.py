@@ -49,9 +49,8 @@ class _Identified(Protocol):
     def _syncbn(self) -> _State: ...
 
 
-# How a pass gets the identity of its layer: the identity itself; the name, in a graph of torch.fx;
-# or, under torch.compile, the layer, because reading the name would add a guard and compile the
-# graph again for each layer.
+# A pass gets the identity of its layer; in a graph of torch.fx the name; under torch.compile the
+# layer itself, because reading its name would add a guard and compile the graph for each layer.
 Layer = Identity | str | _Identified
 
 

@@ -9,15 +9,15 @@ make different passes of one size would add up unrelated sums. So:
 - Each message also ends with a next size, the size of the message that its rank expects to send
   next: the size that has followed this pass, if it was always the same. If all next sizes agree, a
   rank knows the size that the others are about to send. A rank that is to send another size writes
-  so to the group's store: all ranks may be about to switch to it together. If not all ranks have
-  written so within a second, it takes part in a collective of the expected size, with a fingerprint
-  of its own. Then all ranks raise an error or, if the others only were late, all go on.
+  that to the group's store, because all ranks may switch to the size together. If not all ranks
+  have written it within a second, the rank takes part in a collective of the expected size, with a
+  special fingerprint. Then all ranks raise an error or, if the others were only late, all go on.
 - If nothing is expected, as in the first step, the first rank to come writes its size to the
-  group's store, and the others compare. That waits for no rank.
+  group's store, and the others compare. No rank waits for another one.
 
-The size that follows a pass is remembered. So there is one collective each way, and nothing is sent
-to the store, as soon as a program repeats itself. Not covered is a pass that has been followed by
-several sizes: ranks that diverge there meet with different sizes.
+Each rank remembers the size that has followed a pass. So as soon as a program repeats itself, there
+is one collective each way, and nothing is sent to the store. One case is not covered: if several
+sizes have followed a pass, ranks that diverge there meet with different sizes.
 """
 
 from collections import deque
@@ -40,8 +40,9 @@ _OF_CHANNELS = _DIRECTIONS[:3]  # whose messages are sums of channels
 # The next size after which several sizes have followed: neither 0 nor the size of a message.
 _SEVERAL = 1
 
-# Store keys and records of programs that make new layers all the time stay bounded, and so do the
-# requests in a first step: a store answers some 50,000 a second. Beyond, sizes are compared once.
+# Bounds of the store keys and records of a program that makes new layers all the time, and of the
+# requests in a first step: a store answers some 50,000 a second. Beyond them, each size is compared
+# once.
 _MAX_COMPARISONS = 1000
 _MAX_RANKS = 1024
 _MAX_RECORDS = 10_000
@@ -60,13 +61,13 @@ class PassRecord:
         self.fingerprint = float(8 * layer.number + _DIRECTIONS.index(direction) + 1)
         # The sizes of the messages that have followed.
         self.sizes: list[int] = []
-        # The one that is expected to follow; 0 if none is, _SEVERAL if there were several.
+        # The size that is expected to follow; 0 if none is, _SEVERAL if several have followed.
         self.next_size = 0
 
     def add_size(self, size: int) -> None:
         """Remember the size of the message that has followed."""
         self.sizes.append(size)
-        # Nothing is expected after the calls of a function, which may belong to any layer.
+        # Nothing is expected after a call of sync_batch_norm(), which may belong to any layer.
         if self.layer.key:
             self.next_size = size if len(self.sizes) == 1 else _SEVERAL
 
@@ -105,14 +106,14 @@ class DeviceStatus:
         # 0, or the sum of the fingerprints of a pass; negative if a rank has aborted it.
         self.note = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=pins)
         self._zero = torch.zeros(1, dtype=torch.float64, device=device)
-        # When the device has cleared the note; None if it never was to.
+        # Recorded when the device has cleared the note; None before the first time.
         self._cleared: torch.cuda.Event | None = None
 
     def read(self) -> float:
         """Return the note; 0 until the device has cleared an old one.
 
-        If the host waits for each sum, it waits here for the operator of the last one: all ranks
-        read the note at the same pass.
+        Over gloo the host waits for each sum. Then it waits here for the operator that verifies the
+        last sum, so that all ranks read the note at the same pass.
         """
         if self._device is not None:
             torch.cuda.synchronize(self._device)
@@ -130,18 +131,18 @@ class DeviceStatus:
 
 
 def _spread(number: int) -> int:
-    """Return a number of 32 bits; sums of those over two million ranks are exact in float64."""
+    """Return a hash of 32 bits, whose sums over two million ranks are exact in float64."""
     return number * 2654435761 % 2**32
 
 
 class GroupState:
-    """What this rank knows of a process group: the passes made in it, and those to come."""
+    """The state of a process group on this rank: the passes made in it, and the expected ones."""
 
     def __init__(self, group: ProcessGroup) -> None:
         backend = collectives.cuda_backend(group)
         # Weak: the state exists for as long as the group does.
         self._group = ref(group)
-        # For graphs of autograd; None for groups that it would hold.
+        # For graphs of autograd; None if the reference would keep the group alive.
         self.reference = GroupReference(group) if _compat.is_registered(group) else None
         # A rank over NCCL may be passes ahead of another.
         self.store = GroupStore(group, keeps_keys=backend not in ("", "gloo"))
@@ -162,7 +163,7 @@ class GroupState:
         # How often sizes were compared in the store, and the sizes that were.
         self.num_comparisons = 0
         self._sizes_compared: set[int] = set()
-        # How often the ranks may have gone on at different places, this beginning included.
+        # How often the ranks may have gone on at different passes, the start included.
         self.num_failures = 1
         # For groups.group_of_size: this rank's group of neighbors by size, weak because the group
         # may be this one; and how often all ranks have compared a size.
@@ -208,7 +209,7 @@ class GroupState:
         return next(made, "an earlier pass")
 
     def forget(self) -> None:
-        """Expect nothing: after a failure ranks may go on at different places."""
+        """Expect nothing: after a failure ranks may go on at different passes."""
         self.num_failures += 1
         self.last = PassRecord(self, ANONYMOUS, "forward")
         self.next_size_sent = 0
@@ -222,9 +223,9 @@ class GroupState:
     # The sum of a pass.
 
     def enter(self, record: PassRecord, size: int, device: torch.device) -> PassReport | None:
-        """Find out, as far as can be, whether the other ranks are to send messages of this size.
+        """Find out, as far as possible, whether the other ranks send messages of this size.
 
-        Called by each rank before its collective.
+        Each rank calls this before its collective.
 
         Returns:
             The report of a rank that makes another pass, whose collective this rank is to abort.
@@ -296,8 +297,8 @@ class GroupState:
     def _expected(self) -> int:
         """Return the size that is expected to come next; 0 if none is, or ranks expect several.
 
-        Ranks may expect nothing while others do, as after they have replaced a layer. If all other
-        k ranks expect s, the sums of next sizes and of their squares are k s and k s².
+        Some ranks may expect nothing, as after they have replaced a layer. If the other k ranks
+        expect s, the sums of next sizes and of their squares are k s and k s².
         """
         if self._totals is None:
             return 0

@@ -1,4 +1,4 @@
-"""Notes that the ranks of a group leave each other in the group's store: reports and decisions."""
+"""The keys that the ranks of a group write to the group's store: reports and decisions."""
 
 import contextlib
 from collections import deque
@@ -11,7 +11,7 @@ from syncbn.distributed.collectives import ProcessGroup
 
 # The ranks come out of the same collective, but some may be busy.
 _REPORT_TIMEOUT = timedelta(seconds=5)
-# For ranks that switch to another message size together: in a training they arrive within less.
+# For ranks that switch to another message size together: in training they arrive much sooner.
 _SWITCH_TIMEOUT = timedelta(seconds=1)
 
 
@@ -29,7 +29,7 @@ class PassReport(NamedTuple):
 
     @classmethod
     def parse(cls, encoded: bytes) -> "PassReport":
-        """Return the report that :meth:`encode` has encoded."""
+        """Return the report of a text that :meth:`encode` has made."""
         size, fingerprint, rank, text = encoded.decode().split(" ", 3)
         return cls(int(size), int(fingerprint), int(rank), text)
 
@@ -39,13 +39,13 @@ class PassReport(NamedTuple):
 
 
 class GroupStore:
-    """The store of a group. Without one, as MPI's groups are, a rank finds no notes."""
+    """The store of a group. MPI's groups have none; then a rank finds no keys of others."""
 
     def __init__(self, group: ProcessGroup, *, keeps_keys: bool) -> None:
         self._store = collectives.store_of(group)
         # Groups that have had the same store, one after the other, use different keys.
         self._prefix = f"syncbn/{self._count_groups(group)}"
-        # Whether this rank may be passes ahead of another that has yet to read its notes.
+        # Whether this rank may be passes ahead of another one that still has to read its keys.
         self._keeps_keys = keeps_keys
         # The keys that this rank has written, each with the number of its pass.
         self._keys: deque[tuple[int, str]] = deque()
@@ -159,7 +159,7 @@ class GroupStore:
         return key
 
     def _remember(self, key: str) -> None:
-        """Note a key that this pass writes, and delete those of passes that all ranks have left.
+        """Remember a key that this pass writes, and delete the keys that all ranks have read.
 
         This rank has left the collective of the last pass, so all ranks have left the pass before.
         """

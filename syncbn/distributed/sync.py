@@ -1,10 +1,12 @@
 """A training pass among ranks: its message, the sum over the ranks, and whether it is consistent.
 
-step = Pass(group, layer, "forward", input)
-with step:  # an exception in here aborts the pass on all ranks
-message = ops.batch_norm_stats(input, *step.tail)
-totals = step.all_reduce(message)
-output, *_ = ops.batch_norm_apply(input, totals, ..., *step.expectation(totals))
+A pass uses protocol.py to agree with the other ranks, and abort.py if this rank fails::
+
+    step = Pass(group, layer, "forward", input)
+    with step:  # an exception in here aborts the pass on all ranks
+        message = ops.batch_norm_stats(input, *step.tail)
+    totals = step.all_reduce(message)
+    output, *_ = ops.batch_norm_apply(input, totals, ..., *step.expectation(totals))
 """
 
 from collections.abc import Callable
@@ -23,11 +25,11 @@ from syncbn.ops.arguments import Arguments
 
 
 class Pass:
-    """One direction of one layer: made by all ranks of a group or, without one, by this process.
+    """One direction of one layer, on all ranks of a group or, without a group, in this process.
 
     An exception in ``with step:`` aborts the pass: this rank takes part in the collective of the
-    others, which fail too. Code after the collective does not belong in it. An interrupt does not
-    abort the pass: it must not wait for the others.
+    other ranks, which then fail too. Code after the collective does not belong inside. A
+    KeyboardInterrupt does not abort the pass, because it must not wait for the other ranks.
     """
 
     # The record of the pass in its group; None without a group.
@@ -44,7 +46,7 @@ class Pass:
         arguments: Arguments | None = None,
     ) -> None:
         self.group, self.layer, self.direction = group, layer, direction
-        # They tell the size and the device of the message, for a rank that fails before it has one.
+        # If the rank fails before its message exists, they tell the message's size and device.
         self.input, self._arguments = input, arguments
         if group is not None:
             record = self.record = group_state(group).record(layer, direction)
@@ -75,8 +77,7 @@ class Pass:
             try:
                 raise self.abort(error) from None
             finally:
-                # A frame that holds an error of its own keeps its callers alive.
-                del error, traceback
+                del error, traceback  # a frame that holds its own error is a reference cycle
 
     def abort(self, error: Exception) -> Exception:
         """Abort the pass because of an error; return it with the layer and the rank."""
@@ -105,9 +106,9 @@ class Pass:
         return self.record.state.reference or GroupReference(self.group)
 
     def all_reduce(self, message: Tensor) -> Tensor:
-        """Sum the message over the ranks, once they are known to send messages of one size.
+        """Sum the message over the ranks, after they have agreed on its size.
 
-        The sums may be inconsistent: the operators that take them verify them.
+        The sums may be inconsistent; the operators that take them verify them.
 
         Raises:
             NotImplementedError: In a batch of gradients.
@@ -127,10 +128,10 @@ class Pass:
         return totals
 
     def meet(self, message: Tensor) -> None:
-        """Make sure, as far as can be, that the other ranks are to send messages of this size.
+        """Agree with the other ranks on the size of the message, before its collective.
 
         Raises:
-            RuntimeError, ValueError: They are not, or another rank has aborted the pass.
+            RuntimeError, ValueError: Another rank sends another size, or has aborted the pass.
         """
         record = self.record
         if record is None:
@@ -154,10 +155,10 @@ class Pass:
                     abort.align(state, device, text)
             raise different
         finally:
-            del different  # a frame that holds an error of its own keeps its callers alive
+            del different  # a frame that holds its own error is a reference cycle
 
     def wait(self, reduced: Tensor) -> Tensor:
-        """Wait for a collective that a graph has started; otherwise as :meth:`all_reduce`."""
+        """Wait for a collective that a graph has started, and return the sums."""
         record = self.record
         assert record is not None
         try:
@@ -226,7 +227,7 @@ class Pass:
         return errors.of_operator(error, self.record)
 
     def _record_of(self, totals: Tensor) -> PassRecord:
-        """Return the record of the pass that the sums are of.
+        """Return the record of the pass that computed the sums.
 
         A recomputation may get the sums of the forward pass, which a mode or a compiler has kept.
         """
@@ -242,8 +243,8 @@ class Pass:
     def _check_join(self, join: Any) -> None:
         """Raise NotImplementedError under DistributedDataParallel.join().
 
-        There a rank without inputs takes part in the collectives of gradients, but in no layer's:
-        the others would wait for it, or add its gradients to their messages.
+        There a rank without inputs takes part in the collectives of gradients only: the other ranks
+        would wait for it in a layer, or add its gradients to their messages.
         """
         if join.enable and not join.throw_on_early_termination:
             text = (
@@ -256,7 +257,7 @@ class Pass:
 
 
 def _has_values(totals: Tensor) -> bool:
-    """Whether the sums can be looked at: not on meta, nor on CUDA, which is not waited for."""
+    """Whether the host can read the sums: not on meta, nor on CUDA, where it would have to wait."""
     return type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
 
 
@@ -274,9 +275,9 @@ def is_inconsistent(end: Tensor, fingerprint_sum: float | None, status: Tensor |
 def _raise_earlier_failure(state: GroupState) -> None:
     """Raise RuntimeError if an earlier pass of the group on CUDA was inconsistent.
 
-    The host does not wait for the device, and reads here the statuses that operators have written
-    since. This rank makes no message of this pass: no other waits for it but, over NCCL, those
-    whose hosts have gone further, which :func:`abort.align` serves.
+    The host does not wait for the device; here it reads the statuses that operators have written
+    since. This rank sends no message of this pass. Over NCCL, ranks whose hosts have gone further
+    may wait for it; :func:`abort.align` takes part in their collectives.
     """
     group, hindrance = state.group, ""
     device = collectives.likely_device(group)
@@ -341,7 +342,7 @@ def group_held(reference: GroupReference, layer: Identity) -> ProcessGroup:
         raise errors.with_layer_and_rank(error, layer, None) from None
 
 
-# Sums that are not of a layer's pass.
+# Sums outside of a layer's forward and backward pass.
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -369,7 +370,7 @@ class _SumOverRanks(torch.autograd.Function):
 def sum_of(group: ProcessGroup | None, layer: Identity) -> Callable[[Tensor], Tensor]:
     """Return the function that sums a vector over the ranks and can be differentiated.
 
-    For a backward pass that is itself to be differentiated.
+    It serves backward passes that are differentiated themselves.
     """
     if group is None:
         return lambda values: values

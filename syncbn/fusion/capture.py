@@ -157,7 +157,7 @@ def _identities(container: Any) -> list[Any]:
 
 
 def _generators() -> list[tuple[Any, Any, Any]]:
-    """Return the shared random number generators: how to set each, its state, and that as bytes."""
+    """Return for each global random number generator its setter, its state, and that as bytes."""
     state = torch.get_rng_state()
     generators = [
         (torch.set_rng_state, state, bytes(state.tolist())),

@@ -1,6 +1,6 @@
 """fuse_activations() and explain_fusion()."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from syncbn import _compat
 from syncbn._compat import BatchNormBase
 from syncbn.fusion import capture, graph_module, patterns
 from syncbn.fusion.tracer import TraceError
-from syncbn.modules import ModuleT, SyncBatchNorm, SyncBatchNormAct
+from syncbn.modules import RECONSTRUCTIONS, ModuleT, SyncBatchNorm, SyncBatchNormAct
 from syncbn.ops import epilogue
 
 
@@ -55,13 +55,13 @@ def fuse_activations(model: ModuleT) -> ModuleT:
     Results, state_dict and parameters do not change. :func:`explain_fusion` lists the other layers
     and the reasons; :func:`syncbn.revert_sync_batchnorm` undoes the fusion.
 
-    Convert before and compile after this call. In a Sequential an identity replaces the activation;
-    a slice of the Sequential has the activation in the layer. A module with fused code gets a class
-    that derives from its own class and runs a graph. The graph keeps the attributes and globals
-    that the code reads, except ``training`` and tensors, as they are at this call. It is traced
-    with values of no type: code that calls ``isinstance()`` on a value, or ``type()``, is not
-    fused. Replace modules and change code before the call or after a revert. All ranks must fuse
-    the same layers, because a layer with an addition runs when the addition does.
+    Convert before and compile after this call. In a Sequential an identity replaces the activation,
+    and the layer applies it, also in a slice of the Sequential. A module with fused code gets a
+    class that derives from its own class and runs a graph. The graph keeps the attributes and
+    globals that the code reads, except ``training`` and tensors, as they are at this call. Code
+    that calls ``isinstance()`` on a value, or ``type()``, is not fused. Replace modules and change
+    code before the call or after a revert. All ranks must fuse the same layers, because a layer
+    with an addition runs later, at the addition.
 
     Args:
         model: The model, with converted layers; changed in place.
@@ -97,11 +97,22 @@ def fuse_activations(model: ModuleT) -> ModuleT:
     return model
 
 
-def fuse_code(module: nn.Module) -> None:
-    """Fuse the layers that a module's own code calls."""
+def _new_fused_module(cls: type[nn.Module], *arguments: Any) -> graph_module.FusedModule:
+    """Return a copy of a fused module, before it gets its attributes."""
+    fused = graph_module.fused_class(cls, __setstate__=_set_state)
+    return fused.__new__(fused, *arguments)
+
+
+def _set_state(module: graph_module.FusedModule, state: Any) -> None:
+    """Set the attributes of a copy, and fuse the layers that its own code calls."""
+    super(graph_module.FusedModule, module).__setstate__(state)
+    module.__class__ = module._syncbn_original  # type: ignore[assignment]
     cls = _Plan(module).fused_classes().get(module)
     if cls is not None:
-        module.__class__ = cls  # type: ignore[assignment]
+        module.__class__ = cls
+
+
+RECONSTRUCTIONS["fused_module"] = _new_fused_module
 
 
 def explain_fusion(model: nn.Module) -> FusionReport:

@@ -1,8 +1,8 @@
-"""The parts of a fused model, and the way back.
+"""The modules and functions that a fused model consists of, and the way back.
 
-In a Sequential the layer gets the activation, and an identity takes the activation's place. In code
-the module gets a graph that calls the functions of this file; its layers stay as they are, because
-other code may call them too.
+In a Sequential the layer gets the activation, and an identity replaces the activation. A module
+with fused code runs a graph that calls the functions of this file. Its layers do not change,
+because other code may call them too.
 """
 
 import copyreg
@@ -19,7 +19,7 @@ from syncbn.ops import epilogue
 
 
 class FusedActivation(nn.Identity):
-    """Takes the place of an activation that the layer before it applies."""
+    """Replaces an activation that the layer before it applies."""
 
     def __init__(self, layer: SyncBatchNorm, activation: nn.Module) -> None:
         super().__init__()
@@ -70,9 +70,9 @@ def normalize_add_activate(
 ) -> Tensor:
     """Return ``activation(layer(input) + addend)``, as :func:`normalize_activate`.
 
-    The layer takes an addend whose shape, dtype and type are a residual's. Others are added as in
-    the code: ``sum`` is "layer + addend", "addend + layer" or "layer += addend". The first operand
-    decides the memory format of the result; ``+=`` broadcasts and promotes only the addend.
+    The layer takes an addend that is a residual by shape, dtype and type. Another one is added as
+    in the code: ``sum`` is "layer + addend", "addend + layer" or "layer += addend". The first
+    operand decides the memory format of the result; ``+=`` broadcasts and promotes only the addend.
     """
     known = _known(activation)
     is_residual = _is_residual(addend, input, is_first=sum == "addend + layer")
@@ -122,14 +122,14 @@ class FusedModule(nn.Module):
 
     It is the same object as before, under a class that derives from this one and from its own:
     methods, attributes, hooks and references to it remain. Copies and pickles hold the original
-    class and the attributes; the graph is traced again from them.
+    class and the attributes; :mod:`syncbn.fusion.fuse` traces the graph again from them.
     """
 
     _syncbn_original: type[nn.Module]
     _syncbn_code: str  # of the graph
 
     def __init_subclass__(cls) -> None:
-        """Do not call the original class's: it may keep a list of its subclasses."""
+        """Call no base class, which may keep a list of the subclasses that a program defines."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(max(protocol, 2))
@@ -137,13 +137,6 @@ class FusedModule(nn.Module):
         if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return reduced  # the original class has its own way
         return _reconstruct, ("fused_module", self._syncbn_original, *arguments[1:]), *state
-
-    def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-        self.__class__ = self._syncbn_original  # type: ignore[assignment]
-        from syncbn.fusion import fuse  # which imports this file
-
-        fuse.fuse_code(self)
 
     def _syncbn_undo(self) -> nn.Module:
         self.__class__ = self._syncbn_original  # type: ignore[assignment]
@@ -162,10 +155,4 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return module._syncbn_original if isinstance(module, FusedModule) else type(module)
 
 
-def _new_fused_module(cls: type[nn.Module], *arguments: Any) -> FusedModule:
-    fused = fused_class(cls)
-    return fused.__new__(fused, *arguments)
-
-
 RECONSTRUCTIONS["fused_activation"] = lambda: nn.Module.__new__(FusedActivation)
-RECONSTRUCTIONS["fused_module"] = _new_fused_module

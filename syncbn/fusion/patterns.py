@@ -84,7 +84,7 @@ def _called(root: nn.Module, node: Node) -> nn.Module | None:
 
 
 def kind_of(module: nn.Module | None) -> str:
-    """Return the text for a module in a reason: its class, and whether it has hooks."""
+    """Return the text by which a reason names a module: its class, and whether it has hooks."""
     has_hooks = module is not None and _compat.has_hooks(module)
     return f"{type(module).__name__}{' with hooks' * has_hooks}"
 

@@ -1,4 +1,4 @@
-"""The layer in training inside a graph that is recorded to be used elsewhere: see tracing.py.
+"""The layer in training inside a graph of torch.export or make_fx.
 
 The user of such a graph may differentiate it, so every operator in it needs a formula.
 """
@@ -20,9 +20,9 @@ from syncbn.ops.arguments import Arguments
 def train(
     input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Identity
 ) -> Tensor:
-    """Do as :func:`syncbn.functional.train`, by torch's own operator or by one of ours.
+    """Do as :func:`syncbn.functional.train`, by torch's own operator or, if needed, by ours.
 
-    By ours in a group and with a mask, which torch's does not take.
+    Ours is needed in a group and with a mask.
     """
     try:
         checks.check_all(input, arguments, single_process=group is None)
@@ -30,7 +30,7 @@ def train(
     except Exception as error:
         raise Pass(group, layer, "forward", input, arguments).abort(error) from None
     if not torch.compiler.is_compiling() and _compat.is_recomputation():
-        # The recomputed pass has been recorded with its update; this update goes nowhere.
+        # The update of the forward pass has been recorded; the update of this pass is dropped.
         arguments = arguments._replace(
             running_mean=_copy(arguments.running_mean),
             running_var=_copy(arguments.running_var),

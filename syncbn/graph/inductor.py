@@ -2,9 +2,9 @@
 
 Sums over the batch and the update of the running statistics stay operators. The element-wise halves
 are plain tensor expressions, which Inductor fuses with the residual and the activation behind them;
-their formulas are those of csrc/common/formulas.h. The operators here are written in
-Python for two reasons: they take inputs of any strides, so that the compiler may choose the layout,
-and they can ask, when the graph runs, what a graph cannot know when it is traced.
+their formulas stand in csrc/common/formulas.h. The operators here are written in Python for two
+reasons: they take inputs of any strides, so that the compiler may choose the layout, and when the
+graph runs they know more than its tracer did, such as whether it runs as a recomputation.
 """
 
 from typing import Any
@@ -26,14 +26,14 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
 
     Raises:
         TypeError, ValueError: An argument that fits into no graph, such as an input of None. The
-            compiler runs the layer uncompiled or, with ``fullgraph=True``, quotes the words.
+            compiler runs the layer uncompiled or, with ``fullgraph=True``, quotes the error.
     """
     checks.check_no_transform()
     group_name = None if group is None else group.group_name
     if not _is_valid(input, arguments, single_process=group is None):
         if not _fits_operator(input, arguments):
             checks.check_all(input, arguments, single_process=group is None)  # raises
-        # Raises when the graph runs, in the words and with the abort of an eager layer.
+        # When the graph runs, it raises the error of an eager layer and aborts the pass.
         failed: Tensor = torch.ops.syncbn.compiled_check.default(
             input, *arguments, group_name, identity_of(layer).name
         )
@@ -52,7 +52,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
 
 
 def _is_valid(input: Tensor, arguments: Arguments, *, single_process: bool) -> bool:
-    # Numbers that the compiler keeps variable have no value yet: compiled_update sees it.
+    # A number that the compiler keeps variable has no value yet; compiled_update checks it.
     if type(arguments.momentum) is float:
         arguments = arguments._replace(momentum=0.0)
     if type(arguments.eps) is float:
@@ -105,8 +105,8 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         mask: Tensor | None,
     ) -> Tensor:
         """Return the normalized input; arguments as :func:`syncbn.functional.train`."""
-        # A new tensor for each call: the compiler merges calls with equal arguments, such as two
-        # layers on one input, and ranks that run uncompiled would wait for the second.
+        # A new tensor for each call. Otherwise the compiler would merge calls with equal arguments,
+        # such as two layers on one input, and ranks that run uncompiled would wait for the second.
         call = torch.empty(0, device="cpu")
         totals: Tensor = torch.ops.syncbn.compiled_stats.default(
             input, group_name, call, identity, mask
@@ -131,7 +131,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             shift = shift + bias
         center, scale, shift = _per_channel(dtype, input, mean, scale, shift)
         output = (tensors.cast(input, dtype) - center) * scale + shift
-        if mask is not None:  # a NaN there must not reach the derivative of the epilogue
+        if mask is not None:  # a masked NaN must not reach the derivative of the epilogue
             output = masks.clear(output, mask)
         ctx.save_for_backward(input, weight, mean, invstd, count, identity, mask)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -178,7 +178,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
 def _sum_over_ranks(
     message: Tensor, group_name: str | None, direction: str, identity: Tensor | None
 ) -> Tensor:
-    """Sum a message by operators of torch's, which compilers keep, all of them and in order."""
+    """Sum a message by torch's operators: compilers keep all of them, in their order."""
     if group_name is None:
         return message
     reduced = _compat.all_reduce(message, group_name)
@@ -195,7 +195,7 @@ def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Te
 
 _library = torch.library.Library("syncbn", "FRAGMENT")
 
-# The checks of an eager layer, for arguments that fail them: raises when the graph runs.
+# Raises, when the graph runs, the error of an eager layer for arguments that fail a check.
 _library.define(
     "compiled_check(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
     "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "

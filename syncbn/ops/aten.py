@@ -1,4 +1,4 @@
-"""Batch normalization in a single process, by torch's own operator, which all tools know.
+"""Batch normalization in a single process by torch's own operator: evaluation and export.
 
 Takes any mix of dtypes that our operators take, and an ``eps`` of 0.
 """

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from syncbn import _compat
-from syncbn.ops import (
-    masks,
-    tensors,
-)
+from syncbn.ops import masks, tensors
 from syncbn.ops.fallback import ONE_VALUE
 
 __all__ = [
@@ -141,24 +138,21 @@ def _in_its_class(error: RuntimeError) -> Exception:
     return error
 
 
-def _call(operator: Any, operands: tuple[Any, ...], masked: dict[str, Tensor]) -> Any:
-    """Call an operator; its errors get their class."""
+def _call(
+    operator: Any, operands: tuple[Any, ...], masked: dict[str, Tensor], writes: bool = False
+) -> Any:
+    """Call an operator, which may write to its operands; its errors get their class."""
+    if writes and _compat.allows_mutation_of_saved():
+        # Its mode, which does not take the operator, has to see the writes.
+        for operand, is_written in zip(operands, _compat.arguments_written(operator), strict=False):
+            if is_written and operand is not None:
+                operand.copy_(operand)
+        with _compat.without_dispatch_modes():
+            return _call(operator, operands, masked)
     try:
         return operator(*operands, **masked)
     except RuntimeError as error:
         raise _in_its_class(error) from None
-
-
-def _call_writer(operator: Any, operands: tuple[Any, ...], masked: dict[str, Tensor]) -> Any:
-    """Call an operator that writes to some of its operands."""
-    if not _compat.allows_mutation_of_saved():
-        return _call(operator, operands, masked)
-    # Its mode, which does not take the operator, has to see the writes.
-    for operand, is_written in zip(operands, _compat.arguments_written(operator), strict=False):
-        if is_written and operand is not None:
-            operand.copy_(operand)
-    with _compat.without_dispatch_modes():
-        return _call(operator, operands, masked)
 
 
 def _as_keyword(mask: Tensor, input: Tensor) -> dict[str, Tensor]:
@@ -220,8 +214,8 @@ def batch_norm_apply(
         counter = counter.to(torch.int64)
     vectors = (weight, bias, running_mean, running_var, counter)
     numbers = (momentum, eps, fingerprint_sum, status)
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = _call_writer(
-        _batch_norm_apply, (input, totals, *vectors, *numbers, *fused), masked
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _call(
+        _batch_norm_apply, (input, totals, *vectors, *numbers, *fused), masked, writes=True
     )
     if counter is not num_batches_tracked:
         num_batches_tracked.copy_(counter)  # type: ignore[union-attr,arg-type]
@@ -252,8 +246,11 @@ def batch_norm_forward(
     counter = num_batches_tracked
     if counter is not None and counter.dtype is not torch.int64:
         counter = counter.to(torch.int64)
-    results: tuple[Tensor, Tensor, Tensor, Tensor] = _call_writer(
-        _batch_norm_forward, (input, *vectors[:4], counter, momentum, eps, *fused), masked
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _call(
+        _batch_norm_forward,
+        (input, *vectors[:4], counter, momentum, eps, *fused),
+        masked,
+        writes=True,
     )
     if counter is not num_batches_tracked:
         num_batches_tracked.copy_(counter)  # type: ignore[union-attr,arg-type]
@@ -338,7 +335,7 @@ def batch_norm_backward_apply(
     """
     masked = {} if mask is None else _as_keyword(mask, input)
     operands = (grad_output, input, mean, invstd, weight, sums, count, fingerprint_sum, status)
-    grad_input: Tensor = _call_writer(_batch_norm_backward_apply, (*operands, *fused), masked)
+    grad_input: Tensor = _call(_batch_norm_backward_apply, (*operands, *fused), masked, writes=True)
     if mask is not None and not masked:
         masks.clear_(grad_input, mask)
     return grad_input

@@ -1,15 +1,14 @@
 """The operators of csrc as torch's own expressions: for devices that csrc has no kernels for.
 
 csrc/ops.cpp holds their contract. The dispatcher takes them where nothing else is registered. The
-layer has checked their arguments; here torch's expressions refuse what does not fit. Their results
-never require a gradient.
+layer has checked their arguments. Their results never require a gradient.
 
-Values are computed in float32, those of float64 inputs in float64, by the formulas of
-csrc/common/formulas.h. What is summed over the batch are deviations from a center next to the mean:
+Values are computed in float32, or in float64 for float64 inputs, by the formulas of
+csrc/common/formulas.h. Deviations from a center next to the mean are summed over the batch, so that
 a mean far from zero costs no accuracy. Statistics, one for each channel, are float64.
 
-On CUDA devices (ROCm's are called so) nothing waits for the device. On others a pass waits once, to
-raise at once what is wrong.
+On CUDA devices (also ROCm's) nothing waits for the device. On other devices a pass waits once, to
+raise its error at once.
 """
 
 import functools
@@ -25,7 +24,7 @@ from syncbn.ops import _extension, tensors
 
 _RELU, _LEAKY_RELU = 1, 2  # csrc/common/activations.h
 
-# csrc/common/dtype.h: a positive number up to this is zero in the dtype. Of others that is zero.
+# csrc/common/dtype.h: a positive number up to this is rounded to 0 in the dtype; 0 for others.
 _LARGEST_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 
 # csrc/common/checks.h
@@ -138,7 +137,7 @@ def _count(
         differ = sums[2 * channels + 1 : 2 * channels + 2] != fingerprint_sum
     if sums.is_cuda or status is not None:
         if status is not None and fingerprint_sum is not None:
-            # All in the order of the stream, as the status of another pass is.
+            # In the order of the stream, in which other passes write the status, too.
             noted = status.to(sums.device, non_blocking=True)
             note = torch.where(aborted, -fingerprint_sum, torch.where(differ, fingerprint_sum, 0.0))
             status.copy_(torch.where(noted == 0, note, noted), non_blocking=True)

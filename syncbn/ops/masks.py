@@ -35,7 +35,7 @@ def clear(tensor: Tensor, positions: Tensor) -> Tensor:
 
 
 def clear_given(tensor: TensorT, mask: Tensor | None) -> TensorT:
-    """Return the tensor with zeros where a mask is false, which is as a user gives it, or None."""
+    """Return the tensor with zeros where a mask, in the shape that the user gave, is false."""
     if tensor is None or mask is None:
         return tensor
     return clear(tensor, as_positions(mask, tensor))
@@ -46,16 +46,16 @@ torch.fx.wrap("clear_given")
 
 
 def clear_(tensor: Tensor, positions: Tensor) -> None:
-    """Set a tensor that nobody else has to zero at masked positions."""
+    """Set a new tensor to zero at masked positions, in place."""
     tensor.masked_fill_(~positions.unsqueeze(1), 0.0)
 
 
 @torch.no_grad()
 def fill(input: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the input with a value of each channel, near its mean, at masked positions; and those.
+    """Return the input with masked positions filled, and the filling: float64 [C].
 
-    The mean of the first value of each sample that counts: float64 [C], each a value of the input's
-    dtype.
+    A channel's filling is a value near its mean, which costs its sums no accuracy: the mean of the
+    first valid value of each sample, rounded to the input's dtype.
     """
     fallback.check_device(input.device)
     num_samples, channels = input.shape[:2]

@@ -1,4 +1,4 @@
-"""Layouts and dtypes of tensors, as the operators take them and as torch's operators give them."""
+"""Memory formats and dtypes of tensors, as the operators take them."""
 
 import torch
 from torch import Tensor

@@ -36,7 +36,7 @@ def check_synchronized(model: nn.Module) -> None:
     Where torch.distributed is not initialized, and in groups of one rank, nothing is to compare.
 
     Args:
-        model: The model, nothing of it is changed. Its layers are known by their names in it.
+        model: The model; nothing in it is changed. Its layers are compared by their names in it.
 
     Raises:
         TypeError: ``model`` is not a module.
@@ -67,7 +67,7 @@ def check_synchronized(model: nn.Module) -> None:
         default = collectives.resolve_group(None)
         if default is not None:
             tables[default] = {}
-    # In an order that does not depend on the model, which may be another on other ranks.
+    # In an order that does not depend on the model: ranks may have different models.
     ordered = sorted(tables.items(), key=lambda item: collectives.name_of(item[0]))
     are_equal = collectives.are_equal([(group, _digest(table)) for group, table in ordered])
     lines: list[str] = []

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import _compat, ops
-from syncbn._compat import check_module
 from syncbn.distributed import abort, collectives, sync
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity
@@ -103,11 +102,11 @@ def recompute_statistics(
     Only layers with running statistics that are not frozen and whose group has this rank take part.
     A layer that gets no values keeps its statistics, and so does a channel with a NaN or infinity
     in it; a warning names the layer. Momentum, modes, gradients and other buffers do not change. If
-    something raises, so do the running statistics, and the other ranks raise as well.
+    this rank raises an error, its running statistics do not change, and the other ranks raise too.
 
     Args:
-        model: The model, on all ranks the same. Layers other than ours stay in the mode that they
-            are in: call ``model.eval()`` first for dropout to be off.
+        model: The model, the same on all ranks. Layers of other classes keep their mode: call
+            ``model.eval()`` first to switch dropout off.
         batches: Read once. Each batch is a tensor on the model's device or, as a loader with labels
             gives it, a list or tuple that begins with one. The model is called with the tensor.
         forward: Called as ``forward(model, batch)`` in place of that, with batches of any type.
@@ -132,7 +131,6 @@ def recompute_statistics(
         >>> layer.running_mean, layer.running_var
         (tensor([2.5000]), tensor([9.6667]))
     """
-    check_module(model)
     layers = _layers_to_recompute(model)
     if not layers:
         return
@@ -140,14 +138,15 @@ def recompute_statistics(
     for group in groups:
         group_state(group).num_comparisons = 0
     # To find the groups in which a failure of this rank is known already.
-    failures = {group: group_state(group).num_failures for group in groups}
+    states = [group_state(group) for group in groups]
+    failures = [state.num_failures for state in states]
     try:
         populations = {name: Population(layer) for name, layer in layers.items()}
         with _kept_buffers(model), _observed(layers, populations), _eager(model):
             _run(model, batches, forward, list(populations.values()), groups)
     except Exception as error:
-        unaware = [group for group, number in failures.items() if _num_failures(group) == number]
-        abort.abort_next_pass(error, unaware)
+        unaware = [s.num_failures == number for s, number in zip(states, failures, strict=True)]
+        abort.abort_next_pass(error, itertools.compress(groups, unaware))
         raise
     incomplete = [
         f"{name!r} ({reason})"
@@ -160,10 +159,6 @@ def recompute_statistics(
             + ", ".join(incomplete),
             stacklevel=2,
         )
-
-
-def _num_failures(group: ProcessGroup) -> int:
-    return group_state(group).num_failures
 
 
 def _layers_to_recompute(model: nn.Module) -> dict[str, SyncBatchNorm]:
@@ -222,8 +217,8 @@ def _run(
     """Run the model over the batches of all ranks, step by step together."""
     meeting = groups[0] if groups else None
     device = populations[0].running_mean.device
-    # Of this run: something else follows the steps of another model, and ranks that have seen
-    # several things follow expect none of them.
+    # New for this run: passes of another size follow the steps of another model, and after several
+    # sizes nothing is expected.
     identity = Identity("")
     iterator = iter(_with_progress(batches, meeting))
     empty: Tensor | None = None
@@ -339,9 +334,9 @@ def _observed(
 
 @contextlib.contextmanager
 def _eager(model: nn.Module) -> Iterator[None]:
-    """Run the model's code as it is: without gradients, compiled graphs or broadcasts of buffers.
+    """Run the model without gradients, compiled graphs or DistributedDataParallel's broadcasts.
 
-    DistributedDataParallel's broadcast would wait for a rank that has raised before it.
+    A broadcast would wait for a rank that has raised before it.
     """
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     broadcasts = [wrapper.require_forward_param_sync for wrapper in wrappers]
