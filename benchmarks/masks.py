@@ -47,7 +47,7 @@ def measure(shape: tuple[int, ...], dtype: torch.dtype, *, channels_last: bool) 
 
     def filled(mask: Tensor) -> Callable[[], object]:
         def run() -> object:
-            with mock.patch.object(batch_norm, "_as_keyword", lambda mask, input: {}):
+            with mock.patch.object(batch_norm, "_takes_mask", lambda mask: False):
                 return step(mask)()
 
         return run

@@ -6,7 +6,7 @@
 //                float64; contiguous or channels-last. N and each spatial size may be 0.
 //   weight, bias, running_mean, running_var
 //                channel vectors: shape [C], any stride, in the input's dtype, float32 or float64.
-//   mask         bool, the shape of input without its channels, contiguous; only on CPUs. Values at
+//   mask         bool, (N, ...) or (N, 1, ...) as input, contiguous; only on CPUs. Values at
 //                a position where the mask is false are masked: they do not enter any sum, even if
 //                they are NaN, and outputs, dz and gradients are 0 there. None masks nothing.
 //   message, totals, sums, mean, invstd, count, constants
@@ -18,19 +18,32 @@
 //   activation   0: none, 1: ReLU, 2: leaky ReLU with negative_slope, 3: SiLU.
 // All tensors are on one device. No operator waits for a CUDA device. Results do not depend on the
 // number of threads. No operator communicates or has an autograd formula: the Python layer joins
-// operators and collectives. Errors are RuntimeError.
+// operators and collectives. Errors are RuntimeError; "TypeError: " or "ValueError: " in front of a
+// message names the exception that the Python layer raises in its place.
 
-#include "common/stable.h"
+#include "common/operators.h"
 
 STABLE_TORCH_LIBRARY(syncbn, m) {
+  // Raises the errors of a layer's arguments, for tensors of any device and strides: evaluation and
+  // devices without operators call it. With `training`, running statistics must not be expanded and
+  // a momentum of None needs num_batches_tracked.
+  m.def(
+      "check_arguments(Tensor input, Tensor? weight=None, Tensor? bias=None, "
+      "Tensor? running_mean=None, Tensor? running_var=None, Tensor? num_batches_tracked=None, "
+      "float? momentum=0.0, Tensor? residual=None, Tensor? mask=None, bool training=True) -> ()");
+
   // Computes this rank's part of the batch statistics as a message; ranks add up their messages.
   //   message  [2C+1], or [2C+4] with a fingerprint: sum of x per channel, sum of x^2 per channel,
   //            number of values per channel.
   // Sums are derived from the mean and the sum of squared deviations, so that the message is as
   // accurate as float64 permits. The message of an empty input is zeros.
+  // The arguments from weight to residual are only checked, as check_arguments does: a rank that
+  // gets a wrong one fails before it meets the others.
   m.def(
       "batch_norm_stats(Tensor input, float? fingerprint=None, float next_size=0, "
-      "Tensor? mask=None) -> Tensor message");
+      "Tensor? weight=None, Tensor? bias=None, Tensor? running_mean=None, "
+      "Tensor? running_var=None, Tensor? num_batches_tracked=None, float? momentum=0.0, "
+      "Tensor? residual=None, Tensor? mask=None) -> Tensor message");
 
   // Normalizes with the statistics of the whole group and updates the running statistics.
   //   totals   the sum of all ranks' messages.
@@ -77,8 +90,9 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   //                dtypes.
   m.def(
       "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-      "ScalarType weight_dtype, ScalarType bias_dtype, float? fingerprint=None, float next_size=0, "
-      "Tensor? constants=None, int activation=0, float negative_slope=0, Tensor? mask=None) "
+      "ScalarType weight_dtype=double, ScalarType bias_dtype=double, float? fingerprint=None, "
+      "float next_size=0, Tensor? constants=None, int activation=0, float negative_slope=0, "
+      "Tensor? mask=None) "
       "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)");
 
   // The same operator, which also stores dz: if a residual was added before an activation, dz is
@@ -125,4 +139,17 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "Tensor? weight, Tensor count, ScalarType weight_dtype, ScalarType bias_dtype, "
       "Tensor? constants=None, int activation=0, float negative_slope=0, Tensor? mask=None) "
       "-> (Tensor grad_input, Tensor grad_weight, Tensor grad_bias)");
+}
+
+namespace {
+
+std::tuple<> check(const syncbn::ForwardArguments& a) {
+  syncbn::check_arguments(a);
+  return {};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(syncbn, CompositeExplicitAutograd, m) {
+  m.impl("check_arguments", &syncbn::boxed<syncbn::read_check, check>);
 }

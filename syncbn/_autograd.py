@@ -13,9 +13,8 @@ from torch import Tensor
 from syncbn import _compat, ops
 from syncbn.distributed import sync
 from syncbn.distributed.sync import Pass
-from syncbn.ops import checks, epilogue, masks, reference, tensors
+from syncbn.ops import checks, formulas, masks, reference, tensors
 from syncbn.ops.arguments import Arguments
-from syncbn.ops.batch_norm import Fused
 from syncbn.ops.epilogue import NUMBERS, EpilogueGradient
 
 
@@ -32,21 +31,26 @@ def train(
     is_joined = step.group is None and observe is None  # one operator computes the whole pass
     totals: Tensor | None = None
     with step:
-        checks.check_training(input, arguments, single_process=step.group is None)
+        checks.check_training(input, arguments)
         if arguments.mask is not None:
             arguments = arguments._replace(mask=masks.as_positions(arguments.mask, input))
         # Not in the Function: autograd, which sees the dense input, can differentiate again.
         input = tensors.as_dense(input)
+        residual = arguments.residual
+        if residual is not None:
+            residual = tensors.as_dense(residual, like=input)
         if not is_joined:
-            totals = ops.batch_norm_stats(input, *step.tail, mask=arguments.mask)
+            totals = ops.batch_norm_stats(
+                input, *step.tail, *arguments.for_checks(), mask=arguments.mask
+            )
     if totals is not None:
         totals = step.all_reduce(totals)
         if observe is not None:
-            observe(step.verify_on_host(totals))
+            totals_on_host = step.verify_on_host(totals)
+            with step:
+                ops.check_more_than_one_value(totals_on_host, input.size(1))
+            observe(totals_on_host)
     weight, bias = arguments[:2]
-    residual = arguments.residual
-    if residual is not None:
-        residual = tensors.as_dense(residual, like=input)
     output: Tensor = _compat.apply_function(
         SyncBatchNormFunction, input, weight, bias, residual, totals, arguments, step
     )
@@ -134,26 +138,22 @@ def normalize(
     if step.direction == "recomputation":
         arguments = arguments.without_running()
     operands, mask = arguments.for_operators(), arguments.mask
-    following: tuple[Fused, ...] = ()
+    following: tuple[Any, ...] = ()
     if arguments.activation is not None or arguments.residual is not None:
         slope = float(arguments.negative_slope)
         following = (arguments.residual, NUMBERS[arguments.activation], slope, constants)
     try:
         if totals is None:
-            if mask is not None and mask.is_cpu and mask.sum() == 1:
-                raise ValueError(ops.ONE_VALUE)
             results = ops.batch_norm_forward(input, *operands, *following, mask=mask)
         else:
             expectation = step.expectation(totals)
             results = ops.batch_norm_apply(
                 input, totals, *operands, *expectation, *following, mask=mask
             )
-    except (RuntimeError, ValueError) as error:
+    except Exception as error:
         # Not bound to another name: a frame that holds its own error is a reference cycle, which
         # keeps the tensors of its callers until the garbage collector runs.
-        raise step.error(
-            error if step.group is not None else checks.explain(error, input, arguments)
-        ) from None
+        raise step.error(error) from None
     written = [tensor for tensor in arguments[2:5] if tensor is not None]
     if written:  # autograd tells the backward pass of an evaluation that they have changed
         torch.autograd.graph.increment_version(written)
@@ -248,7 +248,7 @@ def _differentiable_backward(
         else:
             assert derivative.output is not None
             z = derivative.output  # has the sign of z
-        dz = epilogue.activation_gradient(dz.double(), z, *derivative[:2])
+        dz = formulas.activation_gradient(dz.double(), z, *derivative[:2])
     grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
         dz, input, weight, ctx.eps, total, mask
     )

@@ -6,7 +6,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from syncbn import _autograd, _compat
+from syncbn import _autograd, _compat, ops
 from syncbn.distributed import collectives, errors, protocol
 from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
 from syncbn.distributed.layer_id import ANONYMOUS, Layer, identity_of
@@ -133,8 +133,19 @@ def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> T
         output = aten.batch_norm(masks.clear_given(input, mask), arguments, training=False)
         return masks.clear_given(epilogue.apply_epilogue(output, arguments), mask)
     try:
-        checks.check_evaluation(input, arguments)
-    except (TypeError, ValueError) as error:
+        checks.check_call(input, arguments)
+        if arguments.residual is not None or arguments.mask is not None:
+            checks.check_objects(input, arguments)
+        if not (
+            torch.compiler.is_compiling()
+            or _compat.are_transforms_active()
+            or _compat.num_dispatch_modes() > 0
+        ):
+            mask = arguments.mask
+            positions = None if mask is None else masks.as_positions(mask, input)
+            ops.check_arguments(input, *arguments.for_checks(), mask=positions, training=False)
+    except Exception as error:
+        error = checks.explain(error, input, arguments)
         raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
     if arguments.mask is not None:
         return evaluate_masked(input, arguments)

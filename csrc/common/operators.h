@@ -1,50 +1,54 @@
-// The operators as functions of the CPU and of the CUDA library. csrc/ops.cpp describes them.
+// The operators as functions of the CPU and of the CUDA library, and those of a single process,
+// which join them without an all-reduce in between. csrc/ops.cpp describes them.
 #pragma once
 
-#include <optional>
-#include <tuple>
-
-#include "stable.h"
+#include "allocate.h"
+#include "checks.h"
 
 namespace syncbn {
 
-using StatsFunction = Tensor(const Tensor& input, std::optional<double> fingerprint,
-                             double next_size, std::optional<Tensor> mask);
-
-using ApplyFunction = std::tuple<Tensor, Tensor, Tensor, Tensor>(
-    const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
-    std::optional<Tensor> bias, std::optional<Tensor> running_mean,
-    std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
-    std::optional<double> momentum, double eps, std::optional<double> fingerprint_sum,
-    std::optional<Tensor> status, std::optional<Tensor> residual, int64_t activation,
-    double negative_slope, std::optional<Tensor> constants, std::optional<Tensor> mask);
-
-using BackwardReduceFunction = std::tuple<Tensor, Tensor, Tensor>(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> fingerprint,
-    double next_size, std::optional<Tensor> constants, int64_t activation, double negative_slope,
-    std::optional<Tensor> mask);
-
-using BackwardApplyFunction = Tensor(const Tensor& grad_output, const Tensor& input,
-                                     const Tensor& mean, const Tensor& invstd,
-                                     std::optional<Tensor> weight, const Tensor& sums,
-                                     const Tensor& count, std::optional<double> fingerprint_sum,
-                                     std::optional<Tensor> status, std::optional<Tensor> constants,
-                                     int64_t activation, double negative_slope,
-                                     std::optional<Tensor> mask);
+using StatsResults = std::tuple<Tensor>;                            // message
+using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // output, mean, invstd, count
+using ReduceResults = std::tuple<Tensor, Tensor, Tensor>;           // sums, grad_weight, grad_bias
+using BackwardApplyResults = std::tuple<Tensor>;                    // grad_input
 
 namespace cpu {
-StatsFunction batch_norm_stats;
-ApplyFunction batch_norm_apply;
-BackwardReduceFunction batch_norm_backward_reduce;
-BackwardApplyFunction batch_norm_backward_apply;
+StatsResults batch_norm_stats(const ForwardArguments& a);
+ForwardResults batch_norm_apply(const ForwardArguments& a);
+ReduceResults batch_norm_backward_reduce(const BackwardArguments& a);
+BackwardApplyResults batch_norm_backward_apply(const BackwardArguments& a);
 }  // namespace cpu
 
 namespace cuda {
-StatsFunction batch_norm_stats;
-ApplyFunction batch_norm_apply;
-BackwardReduceFunction batch_norm_backward_reduce;
-BackwardApplyFunction batch_norm_backward_apply;
+StatsResults batch_norm_stats(const ForwardArguments& a);
+ForwardResults batch_norm_apply(const ForwardArguments& a);
+ReduceResults batch_norm_backward_reduce(const BackwardArguments& a);
+BackwardApplyResults batch_norm_backward_apply(const BackwardArguments& a);
 }  // namespace cuda
+
+template <auto kReduce>
+std::tuple<Tensor, Tensor, Tensor, Tensor> reduce_dz(BackwardArguments& a) {
+  check_input(a.input);
+  a.dz = allocate_like(a.input);
+  return std::tuple_cat(kReduce(a), std::make_tuple(*a.dz));
+}
+
+template <auto kStats, auto kApply>
+ForwardResults single_process_forward(ForwardArguments& a) {
+  a.totals = std::get<0>(kStats(a));
+  check_more_than_one_value(a.input);
+  if (a.mask.has_value() && a.input.is_cpu()) {
+    check_more_than_one_value(
+        static_cast<const double*>(required(a.totals).const_data_ptr())[2 * a.input.size(1)]);
+  }
+  return kApply(a);
+}
+
+template <auto kReduce, auto kApply>
+std::tuple<Tensor, Tensor, Tensor> single_process_backward(BackwardArguments& a) {
+  auto [sums, grad_weight, grad_bias] = kReduce(a);
+  a.sums = sums;
+  return {std::get<0>(kApply(a)), grad_weight, grad_bias};
+}
 
 }  // namespace syncbn

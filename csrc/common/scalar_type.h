@@ -1,28 +1,50 @@
 // Torch's dtypes: their names in messages, and the dtypes of inputs.
 #pragma once
 
+#include <cctype>
+#include <string>
+
 #include "dtype.h"
 #include "stable.h"
 
 namespace syncbn {
 
-inline const char* dtype_name(ScalarType dtype) {
+inline std::string dtype_name(ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Half:
       return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
     case ScalarType::Float:
       return "float32";
     case ScalarType::Double:
       return "float64";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
     case ScalarType::Long:
       return "int64";
-    case ScalarType::Bool:
-      return "bool";
-    default:
-      return torch::headeronly::toString(dtype);
+    case ScalarType::ComplexHalf:
+      return "complex32";
+    case ScalarType::ComplexFloat:
+      return "complex64";
+    case ScalarType::ComplexDouble:
+      return "complex128";
+    default:  // such as Bool, BFloat16 and Float8_e4m3fn
+      std::string name = torch::headeronly::toString(dtype);
+      for (char& letter : name) {
+        letter = static_cast<char>(std::tolower(static_cast<unsigned char>(letter)));
+      }
+      return name;
   }
+}
+
+inline bool is_real_number(ScalarType dtype) {
+  return dtype != ScalarType::Bool && dtype != ScalarType::ComplexHalf &&
+         dtype != ScalarType::ComplexFloat && dtype != ScalarType::ComplexDouble;
 }
 
 inline bool is_supported_float(ScalarType dtype) {

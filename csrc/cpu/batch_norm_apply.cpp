@@ -4,9 +4,7 @@
 #include <cmath>
 
 #include "../common/allocate.h"
-#include "../common/checks.h"
 #include "../common/formulas.h"
-#include "../common/message.h"
 #include "../common/operators.h"
 #include "../common/running.h"
 #include "activations.h"
@@ -16,8 +14,6 @@
 
 namespace syncbn::cpu {
 namespace {
-
-constexpr const char* kOp = "syncbn::batch_norm_apply";
 
 // The work for each channel. Each pointer except `totals` is an array of one value per channel.
 struct PerChannel {
@@ -64,41 +60,28 @@ struct PerChannel {
 };
 
 // Counts the batch and returns its share in the running statistics.
-double count_batch(std::optional<Tensor>& num_batches_tracked,
-                   const std::optional<double>& momentum) {
-  if (!num_batches_tracked.has_value()) {
-    return momentum.value_or(0);
+double count_batch(const ForwardArguments& a) {
+  if (!a.num_batches_tracked.has_value()) {
+    return a.momentum.value_or(0);
   }
-  auto* tracked = static_cast<int64_t*>(num_batches_tracked->mutable_data_ptr());
+  auto* tracked = static_cast<int64_t*>(a.num_batches_tracked->mutable_data_ptr());
   *tracked += 1;
-  return momentum.has_value() ? *momentum : 1.0 / static_cast<double>(*tracked);
+  return a.momentum.has_value() ? *a.momentum : 1.0 / static_cast<double>(*tracked);
 }
 
 }  // namespace
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
-    const Tensor& input, const Tensor& totals, std::optional<Tensor> weight,
-    std::optional<Tensor> bias, std::optional<Tensor> running_mean,
-    std::optional<Tensor> running_var, std::optional<Tensor> num_batches_tracked,
-    std::optional<double> momentum, double eps, std::optional<double> fingerprint_sum,
-    std::optional<Tensor> /*status*/, std::optional<Tensor> residual, int64_t activation,
-    double negative_slope, std::optional<Tensor> constants, std::optional<Tensor> mask) {
-  const Geometry geometry = check_input(kOp, "input", input);
+ForwardResults batch_norm_apply(const ForwardArguments& a) {
+  const Geometry geometry = check_apply(a);
+  const Tensor& input = a.input;
   const int64_t channels = geometry.channels;
-  const Expectation expectation = to_expectation(fingerprint_sum);
-  check_sums(kOp, "totals", totals, 2 * channels + 1, expectation, input);
-  check_channel_vector(kOp, "weight", weight, input);
-  check_channel_vector(kOp, "bias", bias, input);
-  check_running(kOp, running_mean, running_var, num_batches_tracked, momentum, input);
-  check_like_input(kOp, "residual", residual, input, geometry);
-  const ActivationChoice choice = to_activation(kOp, activation, negative_slope);
-  check_constants(kOp, constants, input);
-  const uint8_t* const mask_data = check_mask(kOp, mask, input, geometry);
+  const ActivationChoice choice = to_activation(a.activation, a.negative_slope);
+  const uint8_t* const mask_data = check_mask(a.mask, input, geometry);
 
-  const auto* message = static_cast<const double*>(totals.const_data_ptr());
+  const auto* message = static_cast<const double*>(required(a.totals).const_data_ptr());
   const double group_count = message[2 * channels];
-  check_status(read_status(message, channels, expectation));
-  if (expectation.present) {
+  check_status(read_status(message, channels, a.expectation));
+  if (a.expectation.present) {
     check_more_than_one_value(group_count);
   }
 
@@ -112,9 +95,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   PerChannel work;
   work.channels = channels;
   work.totals = message;
-  work.eps = eps;
-  work.weights = arrays.load(weight, 1);
-  work.biases = arrays.load(bias, 0);
+  work.eps = a.eps;
+  work.weights = arrays.load(a.weight, 1);
+  work.biases = arrays.load(a.bias, 0);
   work.in_float = input.scalar_type() != ScalarType::Double;
   work.means = static_cast<double*>(mean.mutable_data_ptr());
   work.invstds = static_cast<double*>(invstd.mutable_data_ptr());
@@ -122,27 +105,27 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
   work.constants.scale = arrays.add();
   work.constants.shift = arrays.add();
 
-  const double factor = group_count == 0 ? 0 : count_batch(num_batches_tracked, momentum);
-  const bool updates = running_mean.has_value() && group_count != 0;
+  const double factor = group_count == 0 ? 0 : count_batch(a);
+  const bool updates = a.running_mean.has_value() && group_count != 0;
   if (updates) {
-    work.running_means = arrays.load(running_mean, 0);
-    work.running_variances = arrays.load(running_var, 0);
+    work.running_means = arrays.load(a.running_mean, 0);
+    work.running_variances = arrays.load(a.running_var, 0);
     work.factor = factor;
-    work.cumulative = !momentum.has_value();
-    work.largest_mean = largest_finite(to_dtype(running_mean->scalar_type()));
-    work.largest_variance = largest_finite(to_dtype(running_var->scalar_type()));
+    work.cumulative = !a.momentum.has_value();
+    work.largest_mean = largest_finite(to_dtype(a.running_mean->scalar_type()));
+    work.largest_variance = largest_finite(to_dtype(a.running_var->scalar_type()));
   }
   dispatch_unfused<PerChannel>(&work);  // the same bits on ranks with different processors
   if (updates) {
-    store_channels(*running_mean, work.running_means);
-    store_channels(*running_var, work.running_variances);
+    store_channels(*a.running_mean, work.running_means);
+    store_channels(*a.running_var, work.running_variances);
   }
 
   double* const center = work.constants.center;
   double* const scale = work.constants.scale;
   double* const shift = work.constants.shift;
-  if (constants.has_value()) {
-    auto* values = static_cast<double*>(constants->mutable_data_ptr());
+  if (a.constants.has_value()) {
+    auto* values = static_cast<double*>(a.constants->mutable_data_ptr());
     std::copy(shift, shift + channels, std::copy(scale, scale + channels, values));
   }
   const DType dtype = to_dtype(input.scalar_type());
@@ -152,8 +135,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
     auto* y = static_cast<T*>(output.mutable_data_ptr());
     dispatch_activation<compute_t<T>>(choice, dtype, [&](auto act) {
       using Act = decltype(act);
-      if (residual.has_value()) {
-        const auto* r = static_cast<const T*>(residual->const_data_ptr());
+      if (a.residual.has_value()) {
+        const auto* r = static_cast<const T*>(a.residual->const_data_ptr());
         elementwise<NormalizeWithEpilogue<Act, true>::template Formula, T>(
             geometry, mask_data, {x, r}, y, {center, scale, shift, act});
       } else {
@@ -168,5 +151,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_apply(
 }  // namespace syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
-  m.impl("batch_norm_apply", TORCH_BOX(&syncbn::cpu::batch_norm_apply));
+  m.impl("batch_norm_apply", &syncbn::boxed<syncbn::read_apply, syncbn::cpu::batch_norm_apply>);
 }

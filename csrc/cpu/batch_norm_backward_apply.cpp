@@ -1,7 +1,6 @@
 // batch_norm_backward_apply on the CPU: one pass that reads dy and x and writes dx.
 
 #include "../common/allocate.h"
-#include "../common/checks.h"
 #include "../common/formulas.h"
 #include "../common/operators.h"
 #include "activations.h"
@@ -11,8 +10,6 @@
 
 namespace syncbn::cpu {
 namespace {
-
-constexpr const char* kOp = "syncbn::batch_norm_backward_apply";
 
 // The work for each channel. Each pointer except `sums` is an array of one value per channel.
 struct PerChannel {
@@ -44,37 +41,24 @@ struct PerChannel {
 
 }  // namespace
 
-Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-                                 const Tensor& invstd, std::optional<Tensor> weight,
-                                 const Tensor& sums, const Tensor& count,
-                                 std::optional<double> fingerprint_sum,
-                                 std::optional<Tensor> /*status*/, std::optional<Tensor> constants,
-                                 int64_t activation, double negative_slope,
-                                 std::optional<Tensor> mask) {
-  const Geometry geometry = check_input(kOp, "input", input);
+BackwardApplyResults batch_norm_backward_apply(const BackwardArguments& a) {
+  const Geometry geometry = check_backward_apply(a);
+  const Tensor& input = a.input;
   const int64_t channels = geometry.channels;
-  check_like_input(kOp, "grad_output", grad_output, input, geometry);
-  check_statistics(kOp, "mean", mean, channels, input);
-  check_statistics(kOp, "invstd", invstd, channels, input);
-  check_channel_vector(kOp, "weight", weight, input);
-  const Expectation expectation = to_expectation(fingerprint_sum);
-  check_sums(kOp, "sums", sums, 2 * channels, expectation, input);
-  check_statistics(kOp, "count", count, 1, input);
-  const ActivationChoice choice =
-      check_gradient_sources(kOp, input, constants, activation, negative_slope);
-  const uint8_t* const mask_data = check_mask(kOp, mask, input, geometry);
+  const ActivationChoice choice = check_activation_gradient(a, geometry);
+  const uint8_t* const mask_data = check_mask(a.mask, input, geometry);
 
   ChannelArrays arrays(/*capacity=*/6, channels);
   PerChannel work;
   work.channels = channels;
-  work.means = static_cast<const double*>(mean.const_data_ptr());
-  work.invstds = static_cast<const double*>(invstd.const_data_ptr());
-  work.weights = arrays.load(weight, 1);
-  work.sums = static_cast<const double*>(sums.const_data_ptr());
-  if (expectation.present) {
-    check_status(read_status(work.sums, channels, expectation));
+  work.means = static_cast<const double*>(a.mean.const_data_ptr());
+  work.invstds = static_cast<const double*>(a.invstd.const_data_ptr());
+  work.weights = arrays.load(a.weight, 1);
+  work.sums = static_cast<const double*>(required(a.sums).const_data_ptr());
+  if (a.expectation.present) {
+    check_status(read_status(work.sums, channels, a.expectation));
   }
-  work.count = std::max(*static_cast<const double*>(count.const_data_ptr()), 1.0);
+  work.count = std::max(*static_cast<const double*>(required(a.count).const_data_ptr()), 1.0);
   work.in_float = input.scalar_type() != ScalarType::Double;
   work.constants.center = arrays.add();
   work.constants.slope = arrays.add();
@@ -82,8 +66,8 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   work.constants.scale = arrays.add();
   dispatch_isa<PerChannel>(&work);
   double* const forward_shift = arrays.add();
-  if (constants.has_value()) {
-    const auto* values = static_cast<const double*>(constants->const_data_ptr());
+  if (a.constants.has_value()) {
+    const auto* values = static_cast<const double*>(a.constants->const_data_ptr());
     std::copy(values + channels, values + 2 * channels, forward_shift);
   }
   Tensor grad_input = allocate_like(input);
@@ -91,7 +75,7 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
   const DType dtype = to_dtype(input.scalar_type());
   dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto* dy = static_cast<const T*>(grad_output.const_data_ptr());
+    const auto* dy = static_cast<const T*>(a.grad_output.const_data_ptr());
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     auto* dx = static_cast<T*>(grad_input.mutable_data_ptr());
     dispatch_activation<compute_t<T>>(choice, dtype, [&](auto act) {
@@ -104,11 +88,12 @@ Tensor batch_norm_backward_apply(const Tensor& grad_output, const Tensor& input,
       }
     });
   });
-  return grad_input;
+  return {grad_input};
 }
 
 }  // namespace syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
-  m.impl("batch_norm_backward_apply", TORCH_BOX(&syncbn::cpu::batch_norm_backward_apply));
+  m.impl("batch_norm_backward_apply",
+         &syncbn::boxed<syncbn::read_backward_apply, syncbn::cpu::batch_norm_backward_apply>);
 }

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "../common/allocate.h"
-#include "../common/checks.h"
 #include "../common/operators.h"
 #include "../common/terms.h"
 #include "activations.h"
@@ -54,44 +53,32 @@ void sum_segments(const Geometry& geometry, const Partition& partition, const ui
   });
 }
 
-// Both operators; batch_norm_backward_reduce_dz passes `stored`, the memory of dz.
-std::tuple<Tensor, Tensor, Tensor> reduce(
-    const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-    const Tensor& invstd, ScalarType weight_dtype, ScalarType bias_dtype,
-    std::optional<double> fingerprint, double next_size, const std::optional<Tensor>& constants,
-    int64_t activation, double negative_slope, const std::optional<Tensor>& mask,
-    const std::optional<Tensor>& residual = {}, const std::optional<Tensor>& output = {},
-    const std::optional<Tensor>& stored = {}) {
-  const Geometry geometry = check_input(op, "input", input);
+}  // namespace
+
+ReduceResults batch_norm_backward_reduce(const BackwardArguments& a) {
+  const Geometry geometry = check_reduce(a);
+  const Tensor& input = a.input;
   const int64_t channels = geometry.channels;
-  check_like_input(op, "grad_output", grad_output, input, geometry);
-  check_statistics(op, "mean", mean, channels, input);
-  check_statistics(op, "invstd", invstd, channels, input);
-  check_grad_dtype(op, "weight_dtype", weight_dtype);
-  check_grad_dtype(op, "bias_dtype", bias_dtype);
-  const ActivationChoice choice =
-      stored.has_value() ? check_stored_sources(op, input, geometry, constants, activation,
-                                                negative_slope, residual, output)
-                         : check_gradient_sources(op, input, constants, activation, negative_slope);
-  const uint8_t* const mask_data = check_mask(op, mask, input, geometry);
+  const ActivationChoice choice = check_activation_gradient(a, geometry);
+  const uint8_t* const mask_data = check_mask(a.mask, input, geometry);
 
   const Partition partition(geometry);
-  const auto* means = static_cast<const double*>(mean.const_data_ptr());
-  const auto* invstds = static_cast<const double*>(invstd.const_data_ptr());
+  const auto* means = static_cast<const double*>(a.mean.const_data_ptr());
+  const auto* invstds = static_cast<const double*>(a.invstd.const_data_ptr());
   std::vector<double> grads(partition.segments * channels);
   std::vector<double> deviations(partition.segments * channels);
 
   const double* const scales =
-      constants.has_value() ? static_cast<const double*>(constants->const_data_ptr()) : nullptr;
-  const double* const shifts = scales + (constants.has_value() ? channels : 0);
+      a.constants.has_value() ? static_cast<const double*>(a.constants->const_data_ptr()) : nullptr;
+  const double* const shifts = scales + (a.constants.has_value() ? channels : 0);
   const DType dtype = to_dtype(input.scalar_type());
   dispatch_dtype(dtype, [&](auto tag) {
     using T = typename decltype(tag)::type;
-    const auto* dy = static_cast<const T*>(grad_output.const_data_ptr());
+    const auto* dy = static_cast<const T*>(a.grad_output.const_data_ptr());
     const auto* x = static_cast<const T*>(input.const_data_ptr());
     T* dz = nullptr;
-    if (stored.has_value()) {
-      dz = static_cast<T*>(stored->mutable_data_ptr());
+    if (a.dz.has_value()) {
+      dz = static_cast<T*>(a.dz->mutable_data_ptr());
     }
     const auto data = [](const std::optional<Tensor>& tensor) {
       return static_cast<const T*>(tensor->const_data_ptr());
@@ -104,20 +91,20 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
         sum_segments<GradTerms, T>(geometry, partition, mask_data, {{dy, x}}, {means}, g, d);
         return;
       } else if constexpr (std::is_same_v<Act, Silu>) {
-        if (residual.has_value()) {
+        if (a.residual.has_value()) {
           sum_segments<GradTermsWithEpilogue<Act, true>::template Formula, T>(
-              geometry, partition, mask_data, {{dy, x, data(residual)}, dz},
+              geometry, partition, mask_data, {{dy, x, data(a.residual)}, dz},
               {means, scales, shifts, act}, g, d);
           return;
         }
-        if (stored.has_value()) {
+        if (a.dz.has_value()) {
           sum_segments<GradTermsWithEpilogue<Act, false, true>::template Formula, T>(
               geometry, partition, mask_data, {{dy, x}, dz}, {means, scales, shifts, act}, g, d);
           return;
         }
-      } else if (output.has_value()) {
+      } else if (a.output.has_value()) {
         sum_segments<GradTermsFromOutput<Act>::template Formula, T>(
-            geometry, partition, mask_data, {{dy, x, data(output)}, dz}, {means, act}, g, d);
+            geometry, partition, mask_data, {{dy, x, data(a.output)}, dz}, {means, act}, g, d);
         return;
       }
       if constexpr (!std::is_same_v<Act, NoActivation>) {
@@ -134,8 +121,7 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
       deviations[c] += deviations[segment * channels + c];
     }
   }
-  const Tail tail = to_tail(fingerprint, next_size);
-  const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels;
+  const int64_t size = a.tail.present ? size_with_tail(channels) : 2 * channels;
   Tensor sums = allocate_vector(size, ScalarType::Double, input);
   auto* message = static_cast<double*>(sums.mutable_data_ptr());
   const bool in_float = dtype != DType::kDouble;
@@ -145,46 +131,22 @@ std::tuple<Tensor, Tensor, Tensor> reduce(
     message[c] = grads[c];
     message[channels + c] = deviations[c];
   }
-  if (tail.present) {
-    write_tail(message, channels, /*count=*/0, tail);
+  if (a.tail.present) {
+    write_tail(message, channels, /*count=*/0, a.tail);
   }
 
-  Tensor grad_weight = allocate_vector(channels, weight_dtype, input);
-  Tensor grad_bias = allocate_vector(channels, bias_dtype, input);
+  Tensor grad_weight = allocate_vector(channels, a.weight_dtype, input);
+  Tensor grad_bias = allocate_vector(channels, a.bias_dtype, input);
   store_channels(grad_weight, deviations.data());
   store_channels(grad_bias, grads.data());
   return {sums, grad_weight, grad_bias};
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> batch_norm_backward_reduce_dz(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> fingerprint,
-    double next_size, std::optional<Tensor> constants, int64_t activation, double negative_slope,
-    std::optional<Tensor> residual, std::optional<Tensor> output, std::optional<Tensor> mask) {
-  constexpr const char* kOp = "syncbn::batch_norm_backward_reduce_dz";
-  check_input(kOp, "input", input);
-  const Tensor dz = allocate_like(input);
-  auto [sums, grad_weight, grad_bias] =
-      reduce(kOp, grad_output, input, mean, invstd, weight_dtype, bias_dtype, fingerprint,
-             next_size, constants, activation, negative_slope, mask, residual, output, dz);
-  return {sums, grad_weight, grad_bias, dz};
-}
-
-}  // namespace
-
-std::tuple<Tensor, Tensor, Tensor> batch_norm_backward_reduce(
-    const Tensor& grad_output, const Tensor& input, const Tensor& mean, const Tensor& invstd,
-    ScalarType weight_dtype, ScalarType bias_dtype, std::optional<double> fingerprint,
-    double next_size, std::optional<Tensor> constants, int64_t activation, double negative_slope,
-    std::optional<Tensor> mask) {
-  return reduce("syncbn::batch_norm_backward_reduce", grad_output, input, mean, invstd,
-                weight_dtype, bias_dtype, fingerprint, next_size, constants, activation,
-                negative_slope, mask);
-}
-
 }  // namespace syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
-  m.impl("batch_norm_backward_reduce", TORCH_BOX(&syncbn::cpu::batch_norm_backward_reduce));
-  m.impl("batch_norm_backward_reduce_dz", TORCH_BOX(&syncbn::cpu::batch_norm_backward_reduce_dz));
+  using namespace syncbn;
+  m.impl("batch_norm_backward_reduce", &boxed<read_reduce, cpu::batch_norm_backward_reduce>);
+  m.impl("batch_norm_backward_reduce_dz",
+         &boxed<read_reduce_dz, reduce_dz<cpu::batch_norm_backward_reduce>>);
 }

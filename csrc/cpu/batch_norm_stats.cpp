@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "../common/allocate.h"
-#include "../common/checks.h"
 #include "../common/message.h"
 #include "../common/moments.h"
 #include "../common/operators.h"
@@ -332,11 +331,11 @@ struct Message {
 
 }  // namespace
 
-Tensor batch_norm_stats(const Tensor& input, std::optional<double> fingerprint, double next_size,
-                        std::optional<Tensor> mask) {
-  constexpr const char* kOp = "syncbn::batch_norm_stats";
-  const Geometry geometry = check_input(kOp, "input", input);
-  const uint8_t* const mask_data = check_mask(kOp, mask, input, geometry);
+StatsResults batch_norm_stats(const ForwardArguments& a) {
+  check_arguments(a);
+  const Tensor& input = a.input;
+  const Geometry geometry = check_layout("input", input);
+  const uint8_t* const mask_data = check_mask(a.mask, input, geometry);
   const Partition partition(geometry);
   const int64_t channels = geometry.channels;
   std::vector<double> means(partition.segments * channels);
@@ -376,18 +375,17 @@ Tensor batch_norm_stats(const Tensor& input, std::optional<double> fingerprint, 
     }
     before += count;
   }
-  const Tail tail = to_tail(fingerprint, next_size);
-  const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels + 1;
+  const int64_t size = a.tail.present ? size_with_tail(channels) : 2 * channels + 1;
   Tensor message = allocate_vector(size, ScalarType::Double, input);
   auto* values = static_cast<double*>(message.mutable_data_ptr());
   const auto count = static_cast<double>(before);
   dispatch_unfused<Message>(count, means.data(), m2s.data(), channels, values);
-  write_tail(values, channels, count, tail);
-  return message;
+  write_tail(values, channels, count, a.tail);
+  return {message};
 }
 
 }  // namespace syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
-  m.impl("batch_norm_stats", TORCH_BOX(&syncbn::cpu::batch_norm_stats));
+  m.impl("batch_norm_stats", &syncbn::boxed<syncbn::read_stats, syncbn::cpu::batch_norm_stats>);
 }

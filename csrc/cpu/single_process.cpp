@@ -1,17 +1,13 @@
 // batch_norm_forward and batch_norm_backward on the CPU.
 
-#include "../common/single_process.h"
-
-namespace syncbn::cpu {
-namespace {
-
-using SingleProcess = syncbn::SingleProcess<batch_norm_stats, batch_norm_apply,
-                                            batch_norm_backward_reduce, batch_norm_backward_apply>;
-
-}  // namespace
-}  // namespace syncbn::cpu
+#include "../common/operators.h"
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {
-  m.impl("batch_norm_forward", TORCH_BOX(&syncbn::cpu::SingleProcess::forward));
-  m.impl("batch_norm_backward", TORCH_BOX(&syncbn::cpu::SingleProcess::backward));
+  using namespace syncbn;
+  m.impl(
+      "batch_norm_forward",
+      &boxed<read_forward, single_process_forward<cpu::batch_norm_stats, cpu::batch_norm_apply>>);
+  m.impl("batch_norm_backward",
+         &boxed<read_backward, single_process_backward<cpu::batch_norm_backward_reduce,
+                                                       cpu::batch_norm_backward_apply>>);
 }

@@ -50,9 +50,10 @@ namespace syncbn::cuda {
 namespace {
 
 // The dispatcher calls a CUDA operator if any tensor is on CUDA.
-int32_t check_cuda(const char* op, const Tensor& input) {
-  SYNCBN_CHECK(input.is_cuda(), op, ": expected input to be on the device of the other tensors, ",
-               "which is a CUDA device");
+int32_t check_cuda(const Tensor& input) {
+  SYNCBN_CHECK(input.is_cuda(),
+               "expected input to be on the device of the other tensors, which is ",
+               "a CUDA device");
   return input.get_device_index();
 }
 
@@ -77,8 +78,8 @@ int count_multiprocessors(int device, void* stream) {
 
 }  // namespace
 
-Device::Device(const char* op, const Tensor& input)
-    : guard_(check_cuda(op, input)),
+Device::Device(const Tensor& input)
+    : guard_(check_cuda(input)),
       index_(input.get_device_index()),
       stream_(current_stream(index_)),
       multiprocessors_(count_multiprocessors(index_, stream_)) {}
@@ -118,20 +119,20 @@ ChannelVector to_channel_output(const std::optional<Tensor>& tensor) {
   return {tensor->mutable_data_ptr(), tensor->stride(0), to_dtype(tensor->scalar_type())};
 }
 
-void check_no_mask(const char* op, const std::optional<Tensor>& mask) {
-  SYNCBN_CHECK(!mask.has_value(), op, ": expected no mask; masks are for CPU tensors");
+void check_no_mask(const std::optional<Tensor>& mask) {
+  SYNCBN_CHECK(!mask.has_value(), "expected no mask; masks are for CPU tensors");
 }
 
 const void* to_data(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? tensor->const_data_ptr() : nullptr;
 }
 
-double* to_status(const char* op, const std::optional<Tensor>& tensor) {
+double* to_status(const std::optional<Tensor>& tensor) {
   if (!tensor.has_value()) {
     return nullptr;
   }
-  SYNCBN_CHECK(tensor->scalar_type() == ScalarType::Double && tensor->numel() == 1, op,
-               ": expected status to be one float64");
+  SYNCBN_CHECK(tensor->scalar_type() == ScalarType::Double && tensor->numel() == 1,
+               "expected status to be one float64");
   return static_cast<double*>(tensor->mutable_data_ptr());
 }
 

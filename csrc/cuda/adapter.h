@@ -12,7 +12,7 @@ namespace syncbn::cuda {
 // Makes the input's device the current one while an operator runs, with torch's current stream.
 class Device {
  public:
-  Device(const char* op, const Tensor& input);
+  explicit Device(const Tensor& input);
 
   void* stream() const { return stream_; }
   int multiprocessors() const { return multiprocessors_; }
@@ -29,18 +29,18 @@ class Device {
   int multiprocessors_;
 };
 
-// Callers call check_channel_vector() first. mutable_data_ptr() gives a copy-on-write output its
+// mutable_data_ptr() gives a copy-on-write output its
 // own memory; an input stays shared.
 ChannelVector to_channel_input(const std::optional<Tensor>& tensor);
 ChannelVector to_channel_output(const std::optional<Tensor>& tensor);
 
 // On CUDA the Python layer fills masked positions.
-void check_no_mask(const char* op, const std::optional<Tensor>& mask);
+void check_no_mask(const std::optional<Tensor>& mask);
 
 // The data of an input, null without a tensor.
 const void* to_data(const std::optional<Tensor>& tensor);
 
 // The memory that kernels write a status to: pinned memory of the host or memory of a device.
-double* to_status(const char* op, const std::optional<Tensor>& tensor);
+double* to_status(const std::optional<Tensor>& tensor);
 
 }  // namespace syncbn::cuda

@@ -69,7 +69,7 @@ def identity_named(name: str) -> Identity:
     return Identity(name, -_number(name)) if name else ANONYMOUS
 
 
-def identity_from(tensor: Tensor | None) -> Identity:
+def identity_from(tensor: Tensor | None = None) -> Identity:
     """Return the identity that was made into a tensor; :data:`ANONYMOUS` for None."""
     if tensor is None:
         return ANONYMOUS

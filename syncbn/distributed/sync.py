@@ -21,6 +21,7 @@ from syncbn.distributed import abort, collectives, errors, protocol
 from syncbn.distributed.collectives import GroupReference, ProcessGroup
 from syncbn.distributed.layer_id import ANONYMOUS, Identity
 from syncbn.distributed.protocol import STEP, GroupState, PassRecord, group_state
+from syncbn.ops import checks
 from syncbn.ops.arguments import Arguments
 
 
@@ -81,6 +82,8 @@ class Pass:
 
     def abort(self, error: Exception) -> Exception:
         """Abort the pass because of an error; return it with the layer and the rank."""
+        if self._arguments is not None:
+            error = checks.explain(error, self.input, self._arguments)
         if self.record is not None:
             abort.abort_pass(error, self.record.state, *self._size_and_device())
         return errors.with_layer_and_rank(error, self.layer, self.group)
@@ -222,9 +225,7 @@ class Pass:
 
     def error(self, error: Exception) -> Exception:
         """Return an operator's error with the layer, the rank and the passes of other ranks."""
-        if self.record is None:
-            return errors.with_layer_and_rank(error, self.layer, None)
-        return errors.of_operator(error, self.record)
+        return self.abort(error) if self.record is None else errors.of_operator(error, self.record)
 
     def _record_of(self, totals: Tensor) -> PassRecord:
         """Return the record of the pass that computed the sums.

@@ -24,11 +24,10 @@ def train(
 
     Ours is needed in a group and with a mask.
     """
-    try:
-        checks.check_all(input, arguments, single_process=group is None)
+    with Pass(group, layer, "forward", input, arguments):
+        checks.check_training(input, arguments)
+        checks.check_objects(input, arguments)
         mask = None if arguments.mask is None else masks.as_positions(arguments.mask, input)
-    except Exception as error:
-        raise Pass(group, layer, "forward", input, arguments).abort(error) from None
     if not torch.compiler.is_compiling() and _compat.is_recomputation():
         # The update of the forward pass has been recorded; the update of this pass is dropped.
         arguments = arguments._replace(
@@ -86,9 +85,9 @@ def _(
     step = Pass(group, layer, _compat.forward_direction(), input)
     with step:
         dense = tensors.as_dense(input)
-        totals = ops.batch_norm_stats(dense, *step.tail, mask=mask)
+        arguments = Arguments(weight, bias, None, None, None, 0.0, eps, mask=mask)
+        totals = ops.batch_norm_stats(dense, *step.tail, *arguments.for_checks(), mask=mask)
     totals = step.all_reduce(totals)
-    arguments = Arguments(weight, bias, None, None, None, 0.0, eps, mask=mask)
     output, *statistics = _autograd.normalize(dense, totals, arguments, step)
     mean, invstd, count = statistics
     return output, totals[: 2 * input.size(1) + 1].clone(), mean, invstd, count

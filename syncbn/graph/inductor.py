@@ -15,71 +15,66 @@ from torch import Tensor
 from syncbn import _compat, ops
 from syncbn.distributed import collectives, errors, sync
 from syncbn.distributed.collectives import ProcessGroup
-from syncbn.distributed.layer_id import Identity, Layer, identity_from, identity_named, identity_of
+from syncbn.distributed.layer_id import Identity, Layer, identity_from
 from syncbn.distributed.sync import Pass
-from syncbn.ops import checks, epilogue, masks, tensors
+from syncbn.ops import checks, epilogue, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
+
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer) -> Tensor:
     """As :func:`syncbn.functional.train`, to be traced by torch.compile.
 
     Raises:
-        TypeError, ValueError: An argument that fits into no graph, such as an input of None. The
-            compiler runs the layer uncompiled or, with ``fullgraph=True``, quotes the error.
+        TypeError: An argument that fits into no graph, such as an input of None. The compiler runs
+            the layer uncompiled or, with ``fullgraph=True``, quotes the error.
     """
     checks.check_no_transform()
+    checks.check_local(input)
+    checks.check_objects(input, arguments)
+    # The value of a float may be variable; compiled_stats checks it.
+    if type(arguments.eps) is not float:
+        checks.check_eps(arguments.eps)
+    if type(arguments.momentum) is not float and arguments.momentum is not None:
+        checks.check_momentum(arguments.momentum)
+    if arguments.mask is not None:
+        arguments = arguments._replace(mask=masks.as_positions(arguments.mask, input))
+    fitting = _fitting_tensors(input, arguments)
+    weight, bias, residual, mask = map(fitting.get, ("weight", "bias", "residual", "mask"))
     group_name = None if group is None else group.group_name
-    if not _is_valid(input, arguments, single_process=group is None):
-        if not _fits_operator(input, arguments):
-            checks.check_all(input, arguments, single_process=group is None)  # raises
-        # When the graph runs, it raises the error of an eager layer and aborts the pass.
-        failed: Tensor = torch.ops.syncbn.compiled_check.default(
-            input, *arguments, group_name, identity_of(layer).name
-        )
-        return failed
     identity = None if isinstance(layer, (Identity, str)) else layer._syncbn.identity_tensor
-    mask = arguments.mask
-    if mask is not None:
-        mask = masks.as_positions(mask, input)
-        if arguments.residual is not None:
-            arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
+    others: dict[str, Any] = dict.fromkeys(fitting)
+    rest = arguments._replace(**others)  # a graph takes a tensor once
     output: Tensor = CompiledSyncBatchNormFunction.apply(
-        tensors.as_dense(input), *arguments.for_operators(), group_name, identity, mask
+        tensors.as_dense(input), weight, bias, mask, group_name, identity, *rest
     )
-    output = epilogue.apply_epilogue(output, arguments)
+    if residual is not None:
+        output = output + (residual if mask is None else masks.clear(residual, mask))
+    if arguments.activation in epilogue.NUMBERS:
+        output = epilogue.activate(output, arguments.activation, arguments.negative_slope)
     return output if mask is None else masks.clear(output, mask)
 
 
-def _is_valid(input: Tensor, arguments: Arguments, *, single_process: bool) -> bool:
-    # A number that the compiler keeps variable has no value yet; compiled_update checks it.
-    if type(arguments.momentum) is float:
-        arguments = arguments._replace(momentum=0.0)
-    if type(arguments.eps) is float:
-        arguments = arguments._replace(eps=0.0)
-    try:
-        checks.check_all(input, arguments, single_process=single_process)
-    except (TypeError, ValueError, NotImplementedError):
-        return False
-    return True
+def _fitting_tensors(input: Tensor, arguments: Arguments) -> dict[str, Tensor]:
+    """Return the tensors that a graph can be traced with, by name.
 
-
-def _fits_operator(input: object, arguments: Arguments) -> bool:
-    """Whether compiled_check takes these."""
-    if not isinstance(input, Tensor):
-        return False
-    momentum, eps, slope = arguments.momentum, arguments.eps, arguments.negative_slope
-    counter, residual, mask = arguments.num_batches_tracked, arguments.residual, arguments.mask
-    for tensor in (input, *arguments.vectors, counter, residual, mask):
-        if tensor is not None and not (
-            isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_nested
-        ):
-            return False
-    if not (arguments.activation is None or isinstance(arguments.activation, str)):
-        return False
-    if type(slope) not in (int, float):
-        return False
-    return (momentum is None or type(momentum) in (int, float)) and type(eps) in (int, float)
+    For the others compiled_stats raises the error of an eager layer when the graph runs.
+    """
+    vector = tuple(input.shape[1:2]) or (1,)
+    shapes = {
+        "weight": (vector, _FLOAT_DTYPES),
+        "bias": (vector, _FLOAT_DTYPES),
+        "residual": (input.shape, (input.dtype,)),
+        "mask": (input.shape[:1] + input.shape[2:], (torch.bool,)),
+    }
+    fitting = {}
+    for name, (shape, dtypes) in shapes.items():
+        tensor = getattr(arguments, name)
+        fits = tensor is not None and tensor.shape == shape and tensor.dtype in dtypes
+        if fits and tensor.device == input.device:
+            fitting[name] = tensor
+    return fitting
 
 
 class CompiledSyncBatchNormFunction(torch.autograd.Function):
@@ -95,40 +90,29 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        num_batches_tracked: Tensor | None,
-        momentum: float | None,
-        eps: float,
+        mask: Tensor | None,
         group_name: str | None,
         identity: Tensor | None,
-        mask: Tensor | None,
+        *fields: Any,
     ) -> Tensor:
-        """Return the normalized input; arguments as :func:`syncbn.functional.train`."""
+        """Return the normalized input; ``fields`` are the other values of Arguments."""
+        arguments = Arguments(*fields)
+        given: dict[str, Any] = {"weight": weight, "bias": bias, "mask": mask}
+        arguments = arguments._replace(**{n: t for n, t in given.items() if t is not None})
+        _, _, *running, momentum, eps = arguments.for_operators()
         # A new tensor for each call. Otherwise the compiler would merge calls with equal arguments,
         # such as two layers on one input, and ranks that run uncompiled would wait for the second.
         call = torch.empty(0, device="cpu")
         totals: Tensor = torch.ops.syncbn.compiled_stats.default(
-            input, group_name, call, identity, mask
+            input, *arguments, group_name, call, identity
         )
         totals = _sum_over_ranks(totals, group_name, "forward", identity)
         mean, invstd, count = torch.ops.syncbn.compiled_update.default(
-            totals,
-            running_mean,
-            running_var,
-            num_batches_tracked,
-            momentum,
-            eps,
-            input.dtype,
-            group_name,
-            identity,
+            totals, *running, momentum, eps, input.dtype, group_name, identity
         )
         dtype = tensors.compute_dtype(input)
         rounded_mean = tensors.cast(mean, dtype)
-        scale = invstd if weight is None else invstd * weight
-        shift = (rounded_mean - mean) * scale
-        if bias is not None:
-            shift = shift + bias
+        scale, shift = formulas.normalize_constants(mean, rounded_mean, invstd, weight, bias)
         center, scale, shift = _per_channel(dtype, input, mean, scale, shift)
         output = (tensors.cast(input, dtype) - center) * scale + shift
         if mask is not None:  # a masked NaN must not reach the derivative of the epilogue
@@ -157,10 +141,10 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         grad_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
             dtype = tensors.compute_dtype(input)
-            mean_dy, mean_dy_xhat = (sums / count.clamp(min=1)).chunk(2)
-            scale = invstd if weight is None else invstd * weight
-            slope = -scale * invstd * mean_dy_xhat
-            shift = -scale * mean_dy - (mean - tensors.cast(mean, dtype)) * slope
+            rounded_mean = tensors.cast(mean, dtype)
+            slope, shift, scale = formulas.grad_input_constants(
+                mean, rounded_mean, invstd, weight, sums, count
+            )
             center, slope, shift, scale = _per_channel(dtype, input, mean, slope, shift, scale)
             deviation = tensors.cast(input, dtype) - center
             grad_input = tensors.cast(grad_output, dtype) * scale + (deviation * slope + shift)
@@ -171,7 +155,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             grad_input,
             None if weight is None else grad_weight,
             None if ctx.bias_dtype is None else grad_bias,
-            *(None,) * 8,
+            *(None,) * 16,
         )
 
 
@@ -195,73 +179,46 @@ def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Te
 
 _library = torch.library.Library("syncbn", "FRAGMENT")
 
-# Raises, when the graph runs, the error of an eager layer for arguments that fail a check.
+# All arguments of the layer, which are checked when the graph runs.
 _library.define(
-    "compiled_check(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+    "compiled_stats(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
     "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
     "SymInt? num_features, Tensor? residual, str? activation, float negative_slope, int[]? dims, "
-    "Tensor? mask, str? group_name, str layer_name) -> Tensor"
-)
-
-
-@torch.library.impl(_library, "compiled_check", "CompositeExplicitAutograd")
-def _compiled_check(input: Tensor, *values: Any) -> Tensor:
-    *fields, group_name, layer_name = values
-    layer = identity_named(layer_name)
-    group, arguments = sync.group_named(group_name, layer), Arguments(*fields)
-    with Pass(group, layer, "forward", input, arguments):
-        checks.check_all(input, arguments, single_process=group is None)
-    raise AssertionError("the graph was compiled for arguments that fail a check")
-
-
-@torch.library.register_fake("syncbn::compiled_check")
-def _(input: Tensor, *values: Any) -> Tensor:
-    # With a tensor on meta the graph runs this kernel in place of the other.
-    if not isinstance(input, _compat.FakeTensor):
-        return _compiled_check(input, *values)
-    return torch.empty_like(input)
-
-
-def _no_gradients(ctx: Any, grad_output: Tensor) -> tuple[None, ...]:
-    return (None,) * 16  # never runs, but the compiler traces it
-
-
-torch.library.register_autograd("syncbn::compiled_check", _no_gradients)
-
-
-_library.define(
-    "compiled_stats(Tensor input, str? group_name, Tensor call, Tensor? identity=None, "
-    "Tensor? mask=None) -> Tensor",
+    "Tensor? mask, str? group_name, Tensor call, Tensor? identity=None) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
 @torch.library.impl(_library, "compiled_stats", "CompositeExplicitAutograd")
-def _(
-    input: Tensor,
-    group_name: str | None,
-    call: Tensor,
-    identity: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
-    layer = identity_from(identity)
-    group = sync.group_named(group_name, layer)
-    step = Pass(group, layer, _compat.forward_direction(), input)
+def _(input: Tensor, *values: Any) -> Tensor:
+    step, arguments = _begin(input, *values)
     with step:
-        message = ops.batch_norm_stats(tensors.as_dense(input), *step.tail, mask=mask)
+        checks.check_training(input, arguments)
+        message = ops.batch_norm_stats(
+            tensors.as_dense(input), *step.tail, *arguments.for_checks(), mask=arguments.mask
+        )
+        if step.group is None:
+            ops.check_more_than_one_value(message, input.size(1))
     step.meet(message)
     return message
 
 
+def _begin(input: Tensor, *values: Any) -> tuple[Pass, Arguments]:
+    fields, (group_name, _, *identity) = values[:13], values[13:]
+    layer = identity_from(*identity)
+    group, arguments = sync.group_named(group_name, layer), Arguments(*fields)
+    return Pass(group, layer, _compat.forward_direction(), input, arguments), arguments
+
+
 @torch.library.register_fake("syncbn::compiled_stats")
-def _(
-    input: Tensor,
-    group_name: str | None,
-    call: Tensor,
-    identity: Tensor | None = None,
-    mask: Tensor | None = None,
-) -> Tensor:
-    return ops.batch_norm_stats(input, None if group_name is None else 0.0)
+def _(input: Tensor, *values: Any) -> Tensor:
+    if not isinstance(input, _compat.FakeTensor):  # the graph runs with a tensor on meta
+        step, arguments = _begin(input, *values)
+        with step:
+            checks.check_training(input, arguments)
+            ops.check_arguments(input, *arguments.for_checks(), mask=arguments.mask)
+    channels = input.size(1) if input.dim() > 1 else 1
+    return input.new_empty(2 * channels + (1 if values[13] is None else 4), dtype=torch.float64)
 
 
 # Waits for a collective and verifies its sums. Returns them without fingerprint and next sizes.
@@ -312,9 +269,6 @@ def _(
     if _compat.is_recomputation():
         running = (None, None, None)
     try:
-        checks.check_eps(eps)
-        if momentum is not None:
-            checks.check_momentum(momentum)
         ops.check_more_than_one_value(totals, channels)
         _, *statistics = ops.batch_norm_apply(
             no_input, totals, None, None, *running, momentum, float(eps)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from numbers import Real
-from typing import NamedTuple, SupportsFloat, TypeGuard
+from typing import Any, NamedTuple, SupportsFloat, TypeGuard
 
 import torch
 from torch import Tensor
@@ -52,6 +52,10 @@ class Arguments(NamedTuple):
         """Return the arguments of the normalization, with plain floats for the numbers."""
         momentum = None if self.momentum is None else float(self.momentum)
         return *self[:5], momentum, float(self.eps)
+
+    def for_checks(self) -> tuple[Any, ...]:
+        """Return the arguments that the first operator of a pass checks, in its order."""
+        return *self[:5], None if self.momentum is None else 0.0, self.residual
 
     def without_running(self) -> "Arguments":
         """Return them for a pass that updates nothing."""

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn.ops import checks
 from syncbn.ops.arguments import Arguments
 
 
@@ -62,8 +61,11 @@ def batch_norm(input: Tensor, arguments: Arguments, *, training: bool) -> Tensor
     weight, bias, running_mean, running_var, _, momentum, eps, *_ = arguments
     momentum = 0.0 if momentum is None else momentum
     if eps == 0:  # which F.batch_norm refuses, on torch 2.15 in training alone
-        if training and isinstance(input, Tensor):
-            checks.check_more_than_one_value(input)
+        if training and isinstance(input, Tensor) and input.numel() == input.size(1):
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got input size "
+                f"{input.size()}"
+            )
         cudnn = torch.backends.cudnn.enabled
         return torch.batch_norm(
             input, weight, bias, running_mean, running_var, training, momentum, eps, cudnn

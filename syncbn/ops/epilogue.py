@@ -24,7 +24,7 @@ def check_activation(activation: object) -> None:
 
 def check_negative_slope(negative_slope: object) -> None:
     """Raise TypeError unless this is a number, ValueError unless it is finite and not negative."""
-    if not is_number(negative_slope):
+    if type(negative_slope) is not float and not is_number(negative_slope):
         raise TypeError(
             f"expected negative_slope to be a number, but got {type(negative_slope).__name__}"
         )
@@ -114,18 +114,3 @@ class EpilogueGradient(NamedTuple):
     def for_operators(self) -> tuple[Tensor | None, int, float]:
         """Return constants, activation and slope as the operators take them."""
         return self.constants, NUMBERS[self.activation], float(self.negative_slope)
-
-
-def activation_gradient(
-    grad_output: Tensor, z: Tensor, activation: str, negative_slope: float
-) -> Tensor:
-    """Return ``grad_output`` times the derivative at ``z``, as a differentiable expression.
-
-    For ReLU and leaky ReLU ``z`` may be the output instead, which has the same sign.
-    """
-    if activation == "relu":
-        return torch.where(z <= 0, 0.0, grad_output)
-    if activation == "leaky_relu":
-        return torch.where(z > 0, grad_output, grad_output * negative_slope)
-    sigmoid = torch.sigmoid(z)
-    return grad_output * (sigmoid * (1 + z * (1 - sigmoid)))

@@ -12,6 +12,7 @@ raise its error at once.
 """
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +21,15 @@ import torch
 from torch import Tensor
 
 from syncbn import _compat
-from syncbn.ops import _extension, tensors
+from syncbn.ops import _extension, epilogue, formulas, masks, tensors
 
-_RELU, _LEAKY_RELU = 1, 2  # csrc/common/activations.h
+_NAMES = tuple(epilogue.NUMBERS)
 
 # csrc/common/dtype.h: a positive number up to this is rounded to 0 in the dtype; 0 for others.
 _LARGEST_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 
 # csrc/common/checks.h
-ONE_VALUE = "Expected more than 1 value per channel when training, got 1 in the whole batch"
+_ONE_VALUE = "Expected more than 1 value per channel when training, got 1 in the whole batch"
 
 
 @functools.cache
@@ -75,11 +76,6 @@ def _to_batch(statistics: list[Tensor], batch: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensors.per_channel(value, batch) for value in values)
 
 
-def _vector(vector: Tensor | None, if_none: float, like: Tensor) -> Tensor:
-    """Return a weight or bias in float64."""
-    return torch.full_like(like, if_none) if vector is None else vector.to(torch.float64)
-
-
 def _center(mean: Tensor, batch: Tensor) -> Tensor:
     """Return the mean, rounded to the dtype that the batch is computed in, in float64."""
     return mean.to(tensors.compute_dtype(batch)).to(torch.float64)
@@ -98,9 +94,20 @@ def _end(like: Tensor, *numbers: float) -> list[Tensor]:
 
 @torch.no_grad()
 def batch_norm_stats(
-    input: Tensor, fingerprint: float | None = None, next_size: float = 0.0
+    input: Tensor,
+    fingerprint: float | None = None,
+    next_size: float = 0.0,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    num_batches_tracked: Tensor | None = None,
+    momentum: float | None = 0.0,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """Compute this rank's message."""
+    vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
+    torch.ops.syncbn.check_arguments.default(input, *vectors, momentum, residual)
     check_device(input.device)
     channels = input.size(1)
     count = input.numel() // channels
@@ -151,7 +158,7 @@ def _count(
     if has_differed:
         raise RuntimeError("the ranks of the process group run different passes")
     if number == 1 and fingerprint_sum is not None:  # sums of a backward pass have a 0
-        raise RuntimeError(ONE_VALUE)
+        raise RuntimeError(f"ValueError: {_ONE_VALUE}")
     return count
 
 
@@ -218,47 +225,25 @@ def batch_norm_apply(
             running.data.copy_(torch.where(is_valid, new, old).to(running.dtype))
 
     center = _center(mean, input)
-    scale = invstd * _vector(weight, 1, mean)
-    shift = _vector(bias, 0, mean) - (mean - center) * scale
+    scale, shift = formulas.normalize_constants(mean, center, invstd, weight, bias)
     if constants is not None:
         constants.copy_(torch.cat([scale, shift]))
-    z = multiply_add(input, *_to_batch([center, scale, shift], input))
+    z = formulas.multiply_add(input, *_to_batch([center, scale, shift], input))
     if residual is not None:
         z = z + residual
-    y = _activate(z, activation, negative_slope, input.dtype)
+    zero = _LARGEST_ZERO.get(input.dtype, 0.0)
+    y = _activate(z, _NAMES[activation], negative_slope, zero)
     return torch.empty_like(input).copy_(y), mean, invstd, count
 
 
-def multiply_add(input: Tensor, center: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return (input - center) * scale + shift, in the dtype of the constants.
-
-    Each operation is rounded, so that a forward and a backward pass find the same values.
-    """
-    return (tensors.cast(input, center.dtype) - center) * scale + shift
-
-
-def _activate(z: Tensor, activation: int, negative_slope: float, dtype: torch.dtype) -> Tensor:
-    zero = _LARGEST_ZERO.get(dtype, 0.0)
-    if activation == 0:
+def _activate(z: Tensor, activation: str | None, negative_slope: float, zero: float) -> Tensor:
+    if activation is None:
         return z
-    if activation == _RELU:
+    if activation == "relu":
         return torch.where(z <= zero, 0.0, z)
-    if activation == _LEAKY_RELU:
+    if activation == "leaky_relu":
         return torch.where(z > zero, z, z * negative_slope)
     return z * torch.sigmoid(z)
-
-
-def _activation_gradient(
-    grad_output: Tensor, z: Tensor, activation: int, negative_slope: float, dtype: torch.dtype
-) -> Tensor:
-    """Return ``grad_output`` times the derivative at ``z``."""
-    zero = _LARGEST_ZERO.get(dtype, 0.0)
-    if activation == _RELU:
-        return torch.where(z <= zero, 0.0, grad_output)
-    if activation == _LEAKY_RELU:
-        return torch.where(z > zero, grad_output, grad_output * negative_slope)
-    sigmoid = torch.sigmoid(z)
-    return grad_output * (sigmoid + sigmoid * (z - z * sigmoid))
 
 
 def _epilogue_gradient(
@@ -278,10 +263,13 @@ def _epilogue_gradient(
         z = tensors.cast(output, dy.dtype)
     else:
         assert constants is not None
-        z = multiply_add(input, *_to_batch([_center(mean, input), *constants.chunk(2)], input))
+        z = formulas.multiply_add(
+            input, *_to_batch([_center(mean, input), *constants.chunk(2)], input)
+        )
         if residual is not None:
             z = z + residual
-    return _activation_gradient(dy, z, activation, negative_slope, input.dtype)
+    zero = _LARGEST_ZERO.get(input.dtype, 0.0)
+    return formulas.activation_gradient(dy, z, _NAMES[activation], negative_slope, zero)
 
 
 @torch.no_grad()
@@ -290,8 +278,8 @@ def batch_norm_backward_reduce(
     input: Tensor,
     mean: Tensor,
     invstd: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
+    weight_dtype: torch.dtype = torch.float64,
+    bias_dtype: torch.dtype = torch.float64,
     fingerprint: float | None = None,
     next_size: float = 0.0,
     constants: Tensor | None = None,
@@ -371,15 +359,14 @@ def batch_norm_backward_apply(
     channels = input.size(1)
     if fingerprint_sum is not None:
         count = _count(count, sums, channels, fingerprint_sum, status)
-    mean_dz, mean_dz_xhat = (sums[: 2 * channels] / count.clamp(min=1)).chunk(2)
     center = _center(mean, input)
-    scale = invstd * _vector(weight, 1, mean)
-    slope = -scale * invstd * mean_dz_xhat
-    shift = -scale * mean_dz - (mean - center) * slope
+    slope, shift, scale = formulas.grad_input_constants(
+        mean, center, invstd, weight, sums[: 2 * channels], count
+    )
     epilogue = (constants, activation, negative_slope)
     dz = _epilogue_gradient(grad_output, input, mean, epilogue)
     center, slope, shift, scale = _to_batch([center, slope, shift, scale], input)
-    grad_input = dz * scale + multiply_add(input, center, slope, shift)
+    grad_input = dz * scale + formulas.multiply_add(input, center, slope, shift)
     return torch.empty_like(input).copy_(grad_input)
 
 
@@ -401,7 +388,12 @@ def batch_norm_forward(
     """Do as :func:`batch_norm_apply`, by the statistics of the input."""
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
     epilogue = (residual, activation, negative_slope, constants)
-    totals = batch_norm_stats(input)
+    totals = batch_norm_stats(input, None, 0.0, *vectors, momentum, residual)
+    if input.numel() == input.size(1):
+        raise RuntimeError(
+            "ValueError: Expected more than 1 value per channel when training, got input size "
+            f"{input.size()}"
+        )
     return batch_norm_apply(input, totals, *vectors, momentum, eps, None, None, *epilogue)
 
 
@@ -431,36 +423,47 @@ def batch_norm_backward(
     return grad_input, grad_weight, grad_bias
 
 
-OPERATORS = (
-    batch_norm_stats,
-    batch_norm_apply,
-    batch_norm_backward_reduce,
-    batch_norm_backward_reduce_dz,
-    batch_norm_backward_apply,
-    batch_norm_forward,
-    batch_norm_backward,
-)
+OPERATORS = {
+    operator.__name__: operator
+    for operator in (
+        batch_norm_stats,
+        batch_norm_apply,
+        batch_norm_backward_reduce,
+        batch_norm_backward_reduce_dz,
+        batch_norm_backward_apply,
+        batch_norm_forward,
+        batch_norm_backward,
+    )
+}
 
 
-def _for_other_devices(operator: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the operator, which refuses tensors that a device with operators has no kernel for.
+def for_other_devices(operator: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the operator with a mask, which refuses tensors of devices with operators.
 
     The dispatcher also comes here with quantized, sparse and nested tensors.
     """
+    name, signature = operator.__name__, inspect.signature(operator)
+    num_operands = len(signature.parameters)
 
     @functools.wraps(operator)
-    def call(batch: Tensor, *arguments: Any, **keywords: Any) -> Any:
+    def call(batch: Tensor, *operands: Any, mask: Tensor | None = None) -> Any:
         if tensors.has_operators(batch.device):
             raise NotImplementedError(
-                f"syncbn::{operator.__name__} takes dense tensors without subclasses on "
-                f"{batch.device.type}, neither sparse nor nested nor quantized ones"
+                f"syncbn::{name} takes dense tensors without subclasses on {batch.device.type}, "
+                "neither sparse nor nested nor quantized ones"
             )
-        return operator(batch, *arguments, **keywords)
+        if len(operands) == num_operands:
+            *operands, mask = operands  # type: ignore[assignment]
+        if mask is None:
+            return operator(batch, *operands)
+        given = signature.bind(batch, *operands)
+        given.apply_defaults()
+        return masks.call_filled(OPERATORS, name, given.args, mask)
 
     return call
 
 
 # Behind every kernel that csrc registers for a device.
 _library = torch.library.Library("syncbn", "IMPL", "CompositeExplicitAutograd")
-for _operator in OPERATORS:
-    _library.impl(_operator.__name__, _for_other_devices(_operator))
+for _name, _operator in OPERATORS.items():
+    _library.impl(_name, for_other_devices(_operator))

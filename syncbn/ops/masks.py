@@ -1,32 +1,29 @@
-"""Masks of positions that count in no statistics, and their use where operators take none."""
+"""Masks of positions that count in no statistics, and operators that take no mask."""
 
-from typing import TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
 from torch import Tensor
 
-from syncbn.ops import fallback, tensors
+from syncbn.ops import tensors
 
 TensorT = TypeVar("TensorT", Tensor, Tensor | None)
 
 
-def broadcasts(mask: Tensor, input: Tensor) -> bool:
-    """Whether a mask fits the input's positions: (N, 1, ...) or (N, ...), or with sizes of 1."""
-    if mask.dim() == input.dim():
-        positions = (*input.shape[:1], 1, *input.shape[2:])
-    else:
-        positions = (*input.shape[:1], *input.shape[2:])
-    return len(positions) == mask.dim() and all(
-        size in (1, full) for size, full in zip(mask.shape, positions, strict=True)
-    )
-
-
 def as_positions(mask: Tensor, input: Tensor) -> Tensor:
-    """Return a checked mask as operators take it: contiguous, with the input's shape without C."""
-    if mask.dim() == input.dim():
-        mask = mask.squeeze(1)
-    return mask.expand(input.shape[:1] + input.shape[2:]).contiguous()
+    """Return a mask as operators take it: contiguous, with the input's shape without C.
+
+    A mask that does not fit, (N, 1, ...) or (N, ...) or with sizes of 1, is returned as it is, and
+    the operators refuse it.
+    """
+    positions = input.shape[:1] + input.shape[2:]
+    given = mask.squeeze(1) if mask.dim() == input.dim() else mask
+    fits = given.dim() == len(positions) and all(
+        size in (1, full) for size, full in zip(given.shape, positions, strict=True)
+    )
+    return given.expand(positions).contiguous() if fits else mask
 
 
 def clear(tensor: Tensor, positions: Tensor) -> Tensor:
@@ -45,9 +42,59 @@ def clear_given(tensor: TensorT, mask: Tensor | None) -> TensorT:
 torch.fx.wrap("clear_given")
 
 
-def clear_(tensor: Tensor, positions: Tensor) -> None:
-    """Set a new tensor to zero at masked positions, in place."""
-    tensor.masked_fill_(~positions.unsqueeze(1), 0.0)
+def call_filled(
+    operators: Mapping[str, Callable[..., Any]], name: str, operands: Sequence[Any], mask: Tensor
+) -> Any:
+    """Call an operator that takes no mask: on CUDA, and torch's expressions on other devices.
+
+    Masked positions are filled before sums, which are corrected, and cleared in outputs.
+    ``operands`` are all operands but the mask.
+    """
+    operator = operators[name]
+    first, *others = operands
+    match name:
+        case "batch_norm_stats":
+            torch.ops.syncbn.check_arguments.default(first, *others[2:], mask=mask)
+            filled, filling = fill(first, mask)
+            message: Tensor = operator(filled, *others)
+            take_out_(message, filling, mask)
+            return message
+        case "batch_norm_forward":
+            of_stats = (None, 0.0, *others[:6], *others[7:8])
+            totals = call_filled(operators, "batch_norm_stats", (first, *of_stats), mask)
+            if not tensors.has_operators(first.device) and not first.is_cuda:
+                _check_more_than_one_value(totals)
+            of_apply = (totals, *others[:7], None, None, *others[7:])
+            return call_filled(operators, "batch_norm_apply", (first, *of_apply), mask)
+        case "batch_norm_backward":
+            given, (weight, count, *dtypes), activation = others[:3], others[3:7], others[7:]
+            of_reduce = (*dtypes, None, 0.0, *activation)
+            sums, grad_weight, grad_bias = call_filled(
+                operators, "batch_norm_backward_reduce", (first, *given, *of_reduce), mask
+            )
+            of_apply = (weight, sums, count, None, None, *activation)
+            grad_input = call_filled(
+                operators, "batch_norm_backward_apply", (first, *given, *of_apply), mask
+            )
+            return grad_input, grad_weight, grad_bias
+        case "batch_norm_backward_reduce" | "batch_norm_backward_reduce_dz":
+            if name == "batch_norm_backward_reduce_dz" and others[-2] is not None:
+                others[-2] = clear(others[-2], mask)  # the residual; an output has zeros there
+            # Masked positions contribute nothing: dy is 0 there.
+            return operator(clear(first, mask), fill(others[0], mask)[0], *others[1:])
+        case _:
+            results = operator(*operands)
+            output = results if isinstance(results, Tensor) else results[0]
+            output.masked_fill_(~mask.unsqueeze(1), 0.0)
+            return results
+
+
+def _check_more_than_one_value(totals: Tensor) -> None:
+    if totals[-1] == 1:
+        raise RuntimeError(
+            "ValueError: Expected more than 1 value per channel when training, got 1 in the whole "
+            "batch"
+        )
 
 
 @torch.no_grad()
@@ -57,7 +104,6 @@ def fill(input: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     A channel's filling is a value near its mean, which costs its sums no accuracy: the mean of the
     first valid value of each sample, rounded to the input's dtype.
     """
-    fallback.check_device(input.device)
     num_samples, channels = input.shape[:2]
     if input.numel() == 0:
         return input, input.new_zeros(channels, dtype=torch.float64)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from syncbn.ops import fallback, masks, tensors
+from syncbn.ops import formulas, masks, tensors
 
 
 def _of_this_rank(values: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def normalize_again(input: Tensor, mean: Tensor, constants: Tensor) -> Tensor:
         tensors.per_channel(values.to(dtype), input) for values in (mean, *constants.chunk(2))
     )
     if not tensors.has_operators(input.device):
-        return fallback.multiply_add(input, center, scale, shift).to(input.dtype)
+        return formulas.multiply_add(input, center, scale, shift).to(input.dtype)
     # The product of two float32 is exact in float64.
     z = (input.to(dtype) - center).double() * scale.double() + shift.double()
     return z.to(dtype).to(input.dtype)

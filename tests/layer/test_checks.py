@@ -264,7 +264,7 @@ def test_trace_on_one_rank_fails_the_others_at_once():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_ordinary_arguments_take_the_short_way(training, monkeypatch):
-    monkeypatch.setattr(checks, "check_input", None)
+    monkeypatch.setattr(checks, "check_objects", None)
     SyncBatchNorm(3).train(training)(X)
     sync_batch_norm(X, **GOOD, training=training)
 

@@ -235,15 +235,14 @@ X = make_input((3, 4, 5), "contiguous", torch.float32)
         (torch.ones(3, 5), "have dtype bool, but got float32"),
         (
             torch.ones(3, 4, dtype=torch.bool),
-            r"be contiguous and .* without its channels, but got \[3, 4\]",
+            r"have shape \[3, 5\] or \[3, 1, 5\], .* but got \[3, 4\]",
         ),
-        (torch.ones(3, 1, 5, dtype=torch.bool), r"be .* its channels, but got \[3, 1, 5\]"),
-        (torch.ones(5, 3, dtype=torch.bool).t(), r"be contiguous .* with strides \[1, 3\]"),
+        (torch.ones(5, 3, dtype=torch.bool).t(), r"be contiguous, but got strides \[1, 3\]"),
     ],
 )
 def test_bad_mask_is_named(name, bad, message):
     args = arguments(name, X)
-    with pytest.raises(RuntimeError, match=f"^syncbn::batch_norm_.*: expected mask to {message}"):
+    with pytest.raises(RuntimeError, match=f"expected mask to {message}"):
         operator(name)(*args[:-1], bad)
 
 
@@ -295,7 +294,7 @@ def test_devices_whose_operators_take_no_mask(monkeypatch, dtype, layout, ratio)
         return message, output, mean, invstd, count, *grads, *sums, dz
 
     expected = run()
-    monkeypatch.setattr(batch_norm, "_as_keyword", lambda mask, input: {})
+    monkeypatch.setattr(batch_norm, "_takes_mask", lambda mask: False)
     with NoSynchronization():
         actuals = run()
     for actual, right in zip(actuals, expected, strict=True):

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from ranks import Ranks
 from torch import nn
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, recompute_statistics, sync_batch_norm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_statistics, sync_batch_norm
 from syncbn.distributed import abort, protocol, sync
 from syncbn.distributed.layer_id import Identity
 from syncbn.distributed.protocol import group_state
 from syncbn.distributed.store import PassReport
-from syncbn.ops import batch_norm
 
 CPU = torch.device("cpu")
 
@@ -474,7 +473,7 @@ def run_out_after_the_sum_and_go_on(rank, world_size):
     if rank == 1:
         no_memory = torch.OutOfMemoryError("CUDA out of memory.")
         with (
-            mock.patch.object(batch_norm, "_batch_norm_apply", side_effect=no_memory),
+            mock.patch.object(ops, "batch_norm_apply", side_effect=no_memory),
             pytest.raises(torch.OutOfMemoryError),
         ):
             step(*layers)

@@ -112,7 +112,7 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_forward fused": (*forward, other, SILU, 0.0, constants),
         "batch_norm_backward": backward,
         "batch_norm_backward fused": (*backward, constants, RELU, 0.0),
-        "batch_norm_stats masked": (x, None, 0.0, mask),
+        "batch_norm_stats masked": (x, None, 0.0, *[None] * 5, 0.0, None, mask),
         "batch_norm_apply masked": (*apply, None, None, other, SILU, 0.0, constants, mask),
         "batch_norm_backward_reduce masked": (*reduce, None, 0.0, constants, SILU, 0.0, mask),
         "batch_norm_backward_reduce_dz masked": (
@@ -122,7 +122,10 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_backward_apply masked": (*backward_apply, None, None, None, 0, 0.0, mask),
         "batch_norm_forward masked": (*forward, None, 0, 0.0, None, mask),
         "batch_norm_backward masked": (*backward, None, 0, 0.0, mask),
-        "compiled_stats": (x, None, torch.empty(0)),
+        "compiled_stats": (
+            *(x, None, None, *running, 0.1, 1e-5, None, None, None, 0.0, None, None, None),
+            torch.empty(0),
+        ),
         "compiled_update": (totals, *running, None, 1e-5, x.dtype, None),
         "compiled_backward_reduce": (x.clone(), x, mean, var, *dtypes),
         "compiled_materialize": (vector,),

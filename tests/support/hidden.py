@@ -37,6 +37,6 @@ def hide() -> None:
     library = torch.library.Library("syncbn", "IMPL", "CPU")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a kernel is overridden
-        for operator in fallback.OPERATORS:
-            library.impl(operator.__name__, operator, allow_override=True)
+        for name, operator in fallback.OPERATORS.items():
+            library.impl(name, fallback.for_other_devices(operator), allow_override=True)
     _libraries.append(library)  # for as long as the process

@@ -1,0 +1,66 @@
+"""The formulas of csrc/common/formulas.h as expressions of torch.
+
+Constants of a channel are float64 [C]. ``center`` is the mean, rounded to the dtype that the values
+are computed in: a mean far from zero costs no accuracy.
+"""
+
+import torch
+from torch import Tensor
+
+from syncbn.ops import tensors
+
+
+def normalize_constants(
+    mean: Tensor, center: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return scale and shift: z = (x - center) * scale + shift."""
+    scale = _scale(invstd, weight)
+    shift = (center - mean) * scale
+    return scale, shift if bias is None else shift + bias
+
+
+def grad_input_constants(
+    mean: Tensor,
+    center: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None,
+    sums: Tensor,
+    count: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return slope, shift and scale: dx = dz * scale + ((x - center) * slope + shift).
+
+    ``sums`` are of dz and of dz * xhat, float64 [2C], over ``count`` values.
+    """
+    mean_dz, mean_dz_xhat = (sums / count.clamp(min=1)).chunk(2)
+    scale = _scale(invstd, weight)
+    slope = -scale * invstd * mean_dz_xhat
+    return slope, -scale * mean_dz - (mean - center) * slope, scale
+
+
+def _scale(invstd: Tensor, weight: Tensor | None) -> Tensor:
+    return invstd if weight is None else invstd * weight
+
+
+def multiply_add(input: Tensor, center: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return (input - center) * scale + shift, in the dtype of the constants.
+
+    Each operation is rounded, so that a forward and a backward pass find the same values.
+    """
+    return (tensors.cast(input, center.dtype) - center) * scale + shift
+
+
+def activation_gradient(
+    dy: Tensor, z: Tensor, activation: str | None, negative_slope: float, zero: float = 0.0
+) -> Tensor:
+    """Return dz = dy * derivative(z), differentiable; a z up to ``zero`` counts as 0.
+
+    For ReLU and leaky ReLU ``z`` may be the output instead, which has the same sign.
+    """
+    if activation is None:
+        return dy
+    if activation == "relu":
+        return torch.where(z <= zero, 0.0, dy)
+    if activation == "leaky_relu":
+        return torch.where(z > zero, dy, dy * negative_slope)
+    sigmoid = torch.sigmoid(z)
+    return dy * (sigmoid + sigmoid * (z - z * sigmoid))
