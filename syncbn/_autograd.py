@@ -43,13 +43,12 @@ def train(
             totals = ops.batch_norm_stats(
                 input, *step.tail, *arguments.for_checks(), mask=arguments.mask
             )
+            if step.group is None:
+                ops.check_more_than_one_value(totals, input.size(1))
     if totals is not None:
         totals = step.all_reduce(totals)
         if observe is not None:
-            totals_on_host = step.verify_on_host(totals)
-            with step:
-                ops.check_more_than_one_value(totals_on_host, input.size(1))
-            observe(totals_on_host)
+            observe(step.verify_on_host(totals))
     weight, bias = arguments[:2]
     output: Tensor = _compat.apply_function(
         SyncBatchNormFunction, input, weight, bias, residual, totals, arguments, step

@@ -223,9 +223,9 @@ class GroupState:
     # The sum of a pass.
 
     def enter(self, record: PassRecord, size: int, device: torch.device) -> PassReport | None:
-        """Find out, as far as possible, whether the other ranks send messages of this size.
+        """Compare the size of this rank's message with the other ranks', before the collective.
 
-        Each rank calls this before its collective.
+        A difference is not always found: see the head of this file.
 
         Returns:
             The report of a rank that makes another pass, whose collective this rank is to abort.

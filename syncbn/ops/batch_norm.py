@@ -12,6 +12,7 @@ from torch import Tensor
 
 from syncbn import _compat
 from syncbn.ops import fallback, masks, tensors
+from syncbn.ops.formulas import check_more_than_one_value
 
 __all__ = [
     "AbortedError",
@@ -194,15 +195,6 @@ def _update(name: str, operands: tuple[Any, ...], index: int, mask: Tensor | Non
     results = _call(name, operands, mask, writes=True)
     counter.copy_(converted)
     return results
-
-
-def check_more_than_one_value(totals: Tensor, channels: int) -> None:
-    """Raise ValueError if sums are of one value per channel, where the host may look at them."""
-    can_look = type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
-    if can_look and totals[2 * channels] == 1:
-        raise ValueError(
-            "Expected more than 1 value per channel when training, got 1 in the whole batch"
-        )
 
 
 # The operators. csrc/ops.cpp names their operands and results.

@@ -28,9 +28,6 @@ _NAMES = tuple(epilogue.NUMBERS)
 # csrc/common/dtype.h: a positive number up to this is rounded to 0 in the dtype; 0 for others.
 _LARGEST_ZERO = {torch.float16: 2.0**-25, torch.bfloat16: 2.0**-134}
 
-# csrc/common/checks.h
-_ONE_VALUE = "Expected more than 1 value per channel when training, got 1 in the whole batch"
-
 
 @functools.cache
 def check_device(device: torch.device) -> None:
@@ -158,7 +155,7 @@ def _count(
     if has_differed:
         raise RuntimeError("the ranks of the process group run different passes")
     if number == 1 and fingerprint_sum is not None:  # sums of a backward pass have a 0
-        raise RuntimeError(f"ValueError: {_ONE_VALUE}")
+        raise ValueError(formulas.ONE_VALUE)
     return count
 
 
@@ -390,9 +387,8 @@ def batch_norm_forward(
     epilogue = (residual, activation, negative_slope, constants)
     totals = batch_norm_stats(input, None, 0.0, *vectors, momentum, residual)
     if input.numel() == input.size(1):
-        raise RuntimeError(
-            "ValueError: Expected more than 1 value per channel when training, got input size "
-            f"{input.size()}"
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {input.size()}"
         )
     return batch_norm_apply(input, totals, *vectors, momentum, eps, None, None, *epilogue)
 

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from syncbn.ops import tensors
 
+# csrc/common/checks.h
+ONE_VALUE = "Expected more than 1 value per channel when training, got 1 in the whole batch"
+
 
 def normalize_constants(
     mean: Tensor, center: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None
@@ -47,6 +50,13 @@ def multiply_add(input: Tensor, center: Tensor, scale: Tensor, shift: Tensor) ->
     Each operation is rounded, so that a forward and a backward pass find the same values.
     """
     return (tensors.cast(input, center.dtype) - center) * scale + shift
+
+
+def check_more_than_one_value(totals: Tensor, channels: int) -> None:
+    """Raise ValueError for sums of one value per channel, if the host can read them."""
+    can_read = type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
+    if can_read and totals[2 * channels] == 1:
+        raise ValueError(ONE_VALUE)
 
 
 def activation_gradient(

@@ -7,7 +7,7 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from syncbn.ops import tensors
+from syncbn.ops import formulas, tensors
 
 TensorT = TypeVar("TensorT", Tensor, Tensor | None)
 
@@ -62,8 +62,8 @@ def call_filled(
         case "batch_norm_forward":
             of_stats = (None, 0.0, *others[:6], *others[7:8])
             totals = call_filled(operators, "batch_norm_stats", (first, *of_stats), mask)
-            if not tensors.has_operators(first.device) and not first.is_cuda:
-                _check_more_than_one_value(totals)
+            if not tensors.has_operators(first.device):
+                formulas.check_more_than_one_value(totals, first.size(1))
             of_apply = (totals, *others[:7], None, None, *others[7:])
             return call_filled(operators, "batch_norm_apply", (first, *of_apply), mask)
         case "batch_norm_backward":
@@ -87,14 +87,6 @@ def call_filled(
             output = results if isinstance(results, Tensor) else results[0]
             output.masked_fill_(~mask.unsqueeze(1), 0.0)
             return results
-
-
-def _check_more_than_one_value(totals: Tensor) -> None:
-    if totals[-1] == 1:
-        raise RuntimeError(
-            "ValueError: Expected more than 1 value per channel when training, got 1 in the whole "
-            "batch"
-        )
 
 
 @torch.no_grad()
