@@ -2,6 +2,7 @@
 
 import copy
 import os
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from ranks import Ranks
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 
 # torch's own: dynamo makes a Function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
@@ -66,6 +67,30 @@ def test_bad_input_to_one_compiled_rank_fails_all_in_words(bad):
     assert other.kind == "RuntimeError"
     assert "another rank of the process group aborted" in other.message
     assert "[layer '1', rank 0 of 2]" in other.message
+
+
+MISFITS = {
+    "weight": (torch.ones(4), "expected weight to have shape [3], but got [4]"),
+    "bias": (torch.zeros(3, dtype=torch.int64), "expected bias to have dtype float32 or float64"),
+    "residual": (torch.rand(4, 3, 4), "expected residual to have shape [4, 3, 5]"),
+    "running_var": (torch.ones(2), "expected running_var to have shape [3], but got [2]"),
+}
+
+
+def misfit_in_one_graph(rank, world_size, name):
+    arguments = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
+    if rank == 1:
+        arguments[name] = MISFITS[name][0]
+    compiled(partial(sync_batch_norm, training=True))(torch.rand(4, 3, 5), **arguments)
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_tensor_that_does_not_fit_on_one_compiled_rank(name):
+    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
+        other, failed = ranks.outcomes(misfit_in_one_graph, name)
+    assert MISFITS[name][1] in failed.message and "[rank 1 of 2]" in failed.message
+    assert failed.kind == ("TypeError" if name == "bias" else "ValueError")
+    assert "another rank of the process group aborted" in other.message
 
 
 def disagree_in_one_graph(rank, world_size):
