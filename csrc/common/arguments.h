@@ -99,33 +99,35 @@ struct BackwardArguments {
   std::optional<Tensor> dz;  // of batch_norm_backward_reduce_dz: its memory
 };
 
+// The layer's arguments that the schemas of all forward operators have in this order.
+inline ArgumentReader& read_layer(ArgumentReader& reader, ForwardArguments& a) {
+  return reader >> a.weight >> a.bias >> a.running_mean >> a.running_var >> a.num_batches_tracked >>
+         a.momentum;
+}
+
 inline ForwardArguments read_check(ArgumentReader& reader) {
   ForwardArguments a(reader);
-  reader >> a.weight >> a.bias >> a.running_mean >> a.running_var >> a.num_batches_tracked >>
-      a.momentum >> a.residual >> a.mask >> a.training;
+  read_layer(reader, a) >> a.residual >> a.mask >> a.training;
   return a;
 }
 
 inline ForwardArguments read_stats(ArgumentReader& reader) {
   ForwardArguments a(reader);
-  reader >> a.tail >> a.weight >> a.bias >> a.running_mean >> a.running_var >>
-      a.num_batches_tracked >> a.momentum >> a.residual >> a.mask;
+  read_layer(reader >> a.tail, a) >> a.residual >> a.mask;
   return a;
 }
 
 inline ForwardArguments read_apply(ArgumentReader& reader) {
   ForwardArguments a(reader);
   a.totals = reader.read<Tensor>();
-  reader >> a.weight >> a.bias >> a.running_mean >> a.running_var >> a.num_batches_tracked >>
-      a.momentum >> a.eps >> a.expectation >> a.status >> a.residual >> a.activation >>
+  read_layer(reader, a) >> a.eps >> a.expectation >> a.status >> a.residual >> a.activation >>
       a.negative_slope >> a.constants >> a.mask;
   return a;
 }
 
 inline ForwardArguments read_forward(ArgumentReader& reader) {
   ForwardArguments a(reader);
-  reader >> a.weight >> a.bias >> a.running_mean >> a.running_var >> a.num_batches_tracked >>
-      a.momentum >> a.eps >> a.residual >> a.activation >> a.negative_slope >> a.constants >>
+  read_layer(reader, a) >> a.eps >> a.residual >> a.activation >> a.negative_slope >> a.constants >>
       a.mask;
   return a;
 }

@@ -124,15 +124,21 @@ inline void check_mask(const std::optional<Tensor>& mask, const Tensor& input) {
   SYNCBN_CHECK_TYPE(mask->scalar_type() == ScalarType::Bool,
                     "expected mask to have dtype bool, but got ", dtype_name(mask->scalar_type()),
                     "; compare it with a valid value, as in mask > 0");
-  std::vector<int64_t> with_one(input.sizes().begin(), input.sizes().end());
-  with_one[1] = 1;
-  std::vector<int64_t> positions = with_one;
-  positions.erase(positions.begin() + 1);
-  SYNCBN_CHECK_VALUE(same_values(mask->sizes(), positions) || same_values(mask->sizes(), with_one),
-                     "expected mask to have shape ", format_list(positions), " or ",
-                     format_list(with_one),
-                     ", one value for each position of input, or sizes of 1 there, but got ",
-                     format_list(mask->sizes()));
+  const int64_t channel_dims = mask->dim() == input.dim() ? 1 : 0;
+  bool fits = mask->dim() == input.dim() - 1 + channel_dims;
+  for (int64_t d = 0; fits && d < mask->dim(); ++d) {
+    const bool is_channel = channel_dims == 1 && d == 1;
+    fits = mask->size(d) == (is_channel ? 1 : input.size(d == 0 ? 0 : d + 1 - channel_dims));
+  }
+  if (!fits) {
+    std::vector<int64_t> with_one(input.sizes().begin(), input.sizes().end());
+    with_one[1] = 1;
+    std::vector<int64_t> positions = with_one;
+    positions.erase(positions.begin() + 1);
+    detail::throw_error("ValueError: expected mask to have shape ", format_list(positions), " or ",
+                        format_list(with_one), ", one value for each position of input, or sizes ",
+                        "of 1 there, but got ", format_list(mask->sizes()));
+  }
   check_same_device("mask", *mask, input);
 }
 

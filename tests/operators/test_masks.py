@@ -247,6 +247,16 @@ def test_bad_mask_is_named(name, bad, message):
 
 
 @pytest.mark.parametrize("name", MASKED_OPS)
+def test_mask_with_one_channel_is_taken(name):
+    results = []
+    for with_one in (False, True):
+        *args, mask = arguments(name, X.clone())
+        result = operator(name)(*args, mask.unsqueeze(1) if with_one else mask)
+        results.append(result if isinstance(result, tuple) else (result,))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("name", MASKED_OPS)
 def test_mask_without_memory_is_named(name):
     args = arguments(name, X)
     args[-1].untyped_storage().resize_(14)
