@@ -11,10 +11,16 @@
 //                they are NaN, and outputs, dz and gradients are 0 there. None masks nothing.
 //   message, totals, sums, mean, invstd, count, constants
 //                contiguous float64.
-//   fingerprint, next_size, fingerprint_sum
-//                the tail of a message: see syncbn/distributed/protocol.py. With a fingerprint the
-//                messages of both directions have 2C+4 values: 2C sums, the count (0 in backward
-//                passes), the fingerprint, next_size and next_size^2.
+//   tail         contiguous float64 [3], on the CPU: see syncbn/distributed/protocol.py. With a tail
+//                the messages of both directions have 2C+4 values: 2C sums, the count (0 in backward
+//                passes) and the tail.
+//   tail_sum     the expected sum of the first values of all ranks' tails. If it is given, sums are
+//                verified: a count of NaN means that a rank aborted the pass, another sum of tails
+//                that ranks run different passes. On CPUs both are errors, and so is a count of 1,
+//                one value per channel in the whole group. On CUDA outputs are NaN, running
+//                statistics keep their values, and `status` gets a note.
+//   status       [1], float64, in pinned memory of the host or on the device. If it is 0, it becomes
+//                tail_sum if ranks run different passes, -tail_sum if one aborted.
 //   activation   0: none, 1: ReLU, 2: leaky ReLU with negative_slope, 3: SiLU.
 // All tensors are on one device. No operator waits for a CUDA device. Results do not depend on the
 // number of threads. No operator communicates or has an autograd formula: the Python layer joins
@@ -33,17 +39,16 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "float? momentum=0.0, Tensor? residual=None, Tensor? mask=None, bool training=True) -> ()");
 
   // Computes this rank's part of the batch statistics as a message; ranks add up their messages.
-  //   message  [2C+1], or [2C+4] with a fingerprint: sum of x per channel, sum of x^2 per channel,
-  //            number of values per channel.
+  //   message  [2C+1], or [2C+4] with a tail: sum of x per channel, sum of x^2 per channel, number
+  //            of values per channel.
   // Sums are derived from the mean and the sum of squared deviations, so that the message is as
   // accurate as float64 permits. The message of an empty input is zeros.
   // The arguments from weight to residual are only checked, as check_arguments does: a rank that
   // gets a wrong one fails before it meets the others.
   m.def(
-      "batch_norm_stats(Tensor input, float? fingerprint=None, float next_size=0, "
-      "Tensor? weight=None, Tensor? bias=None, Tensor? running_mean=None, "
-      "Tensor? running_var=None, Tensor? num_batches_tracked=None, float? momentum=0.0, "
-      "Tensor? residual=None, Tensor? mask=None) -> Tensor message");
+      "batch_norm_stats(Tensor input, Tensor? tail=None, Tensor? weight=None, Tensor? bias=None, "
+      "Tensor? running_mean=None, Tensor? running_var=None, Tensor? num_batches_tracked=None, "
+      "float? momentum=0.0, Tensor? residual=None, Tensor? mask=None) -> Tensor message");
 
   // Normalizes with the statistics of the whole group and updates the running statistics.
   //   totals   the sum of all ranks' messages.
@@ -63,25 +68,18 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   // unbiased variance. num_batches_tracked (int64, one element) grows by one. A momentum of None is
   // the cumulative average, a factor of 1 / num_batches_tracked, and requires num_batches_tracked.
   // A channel whose running statistics would not be finite in their dtype keeps its old ones; in a
-  // cumulative average they become NaN. If the whole group is empty, nothing is updated. On CPUs,
-  // one value per channel in the whole group is an error if fingerprint_sum is given.
-  //
-  // A count of NaN means that a rank aborted the pass. A sum of fingerprints other than
-  // fingerprint_sum means that ranks run different passes. On CPUs both are errors. On CUDA outputs
-  // are NaN, running statistics keep their values, and `status` gets a note.
-  //   status   [1], float64, in pinned memory of the host or on the device. If it is 0, it becomes
-  //            fingerprint_sum if ranks run different passes, -fingerprint_sum if one aborted.
+  // cumulative average they become NaN. If the whole group is empty, nothing is updated.
   m.def(
       "batch_norm_apply(Tensor input, Tensor totals, Tensor? weight, Tensor? bias, "
       "Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor(c!)? num_batches_tracked, "
-      "float? momentum, float eps, float? fingerprint_sum=None, Tensor(d!)? status=None, "
+      "float? momentum, float eps, float? tail_sum=None, Tensor(d!)? status=None, "
       "Tensor? residual=None, int activation=0, float negative_slope=0, "
       "Tensor(e!)? constants=None, Tensor? mask=None) "
       "-> (Tensor output, Tensor mean, Tensor invstd, Tensor count)");
 
   // Computes this rank's part of the sums for the backward pass.
   //   grad_output  shape, dtype and layout of input.
-  //   sums         [2C], or [2C+4] with a fingerprint: sum of dz per channel, sum of dz * xhat per
+  //   sums         [2C], or [2C+4] with a tail: sum of dz per channel, sum of dz * xhat per
   //                channel, with xhat = (x - mean) * invstd. Ranks add them up. dz is grad_output
   //                or, with an activation, grad_output times the activation's derivative at z.
   //   constants    output of batch_norm_apply; given with an activation, and only then.
@@ -90,9 +88,8 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   //                dtypes.
   m.def(
       "batch_norm_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-      "ScalarType weight_dtype=double, ScalarType bias_dtype=double, float? fingerprint=None, "
-      "float next_size=0, Tensor? constants=None, int activation=0, float negative_slope=0, "
-      "Tensor? mask=None) "
+      "ScalarType weight_dtype=double, ScalarType bias_dtype=double, Tensor? tail=None, "
+      "Tensor? constants=None, int activation=0, float negative_slope=0, Tensor? mask=None) "
       "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)");
 
   // The same operator, which also stores dz: if a residual was added before an activation, dz is
@@ -104,14 +101,13 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   //   dz           shape, dtype and layout of input. The sums are of the unrounded dz.
   m.def(
       "batch_norm_backward_reduce_dz(Tensor grad_output, Tensor input, Tensor mean, "
-      "Tensor invstd, ScalarType weight_dtype, ScalarType bias_dtype, float? fingerprint, "
-      "float next_size, Tensor? constants, int activation, float negative_slope, "
+      "Tensor invstd, ScalarType weight_dtype, ScalarType bias_dtype, Tensor? tail, "
+      "Tensor? constants, int activation, float negative_slope, "
       "Tensor? residual, Tensor? output, Tensor? mask=None) "
       "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias, Tensor dz)");
 
   // Computes the gradient of the input.
-  //   sums         the sum of all ranks' sums; with fingerprint_sum, 2C+4 values that are verified
-  //                as in batch_norm_apply.
+  //   sums         the sum of all ranks' sums; with tail_sum, 2C+4 values.
   //   count        [1]: number of values per channel in the whole group.
   //   weight, constants
   //                the same as in batch_norm_apply; constants with an activation, and only then.
@@ -120,10 +116,19 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   // If dz was stored, it is passed as grad_output, without an activation.
   m.def(
       "batch_norm_backward_apply(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-      "Tensor? weight, Tensor sums, Tensor count, float? fingerprint_sum=None, "
-      "Tensor(a!)? status=None, "
-      "Tensor? constants=None, int activation=0, float negative_slope=0, Tensor? mask=None) "
+      "Tensor? weight, Tensor sums, Tensor count, float? tail_sum=None, "
+      "Tensor(a!)? status=None, Tensor? constants=None, int activation=0, float negative_slope=0, "
+      "Tensor? mask=None) "
       "-> Tensor grad_input");
+
+  // Returns sums without their tail, verified.
+  //   sums      [n+3]: n values, the last of which is the count, and the sum of tails.
+  //   other_tail_sum
+  //             a second value that the sum of tails may have.
+  //   verified  [n]; on CUDA, NaN if the sums are inconsistent.
+  m.def(
+      "verify_sums(Tensor sums, float tail_sum, float? other_tail_sum=None, "
+      "Tensor(a!)? status=None) -> Tensor verified");
 
   // batch_norm_stats and batch_norm_apply of a single process, whose totals are its own message.
   m.def(

@@ -41,7 +41,7 @@ def train(
             residual = tensors.as_dense(residual, like=input)
         if not is_joined:
             totals = ops.batch_norm_stats(
-                input, *step.tail, *arguments.for_checks(), mask=arguments.mask
+                input, step.tail, *arguments.for_checks(), mask=arguments.mask
             )
             if step.group is None:
                 ops.check_more_than_one_value(totals, input.size(1))
@@ -196,7 +196,7 @@ def backward(ctx: Any, grad_output: Tensor, step: Pass) -> Gradients:
         with step:
             input = tensors.as_dense(input)
             dz = tensors.as_dense(grad_output, like=input)
-            operands = (dz, input, mean, invstd, *dtypes, *step.tail, *activation)
+            operands = (dz, input, mean, invstd, *dtypes, step.tail, *activation)
             if derivative is None or not stores_dz:
                 sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(*operands, mask=mask)
             else:

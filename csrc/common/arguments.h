@@ -33,15 +33,9 @@ class ArgumentReader {
   const StableIValue* next_;
 };
 
-inline ArgumentReader& operator>>(ArgumentReader& reader, Tail& tail) {
-  const auto fingerprint = reader.read<std::optional<double>>();
-  tail = {fingerprint.has_value(), fingerprint.value_or(0), reader.read<double>()};
-  return reader;
-}
-
 inline ArgumentReader& operator>>(ArgumentReader& reader, Expectation& expectation) {
-  const auto fingerprint_sum = reader.read<std::optional<double>>();
-  expectation = {fingerprint_sum.has_value(), fingerprint_sum.value_or(0)};
+  const auto tail_sum = reader.read<std::optional<double>>();
+  expectation = {tail_sum.has_value(), tail_sum.value_or(0)};
   return reader;
 }
 
@@ -58,7 +52,7 @@ struct ForwardArguments {
   std::optional<Tensor> num_batches_tracked;
   std::optional<double> momentum;
   double eps = 0;
-  Tail tail;
+  std::optional<Tensor> tail;
   Expectation expectation;
   std::optional<Tensor> status;
   std::optional<Tensor> residual;
@@ -87,7 +81,7 @@ struct BackwardArguments {
   std::optional<Tensor> count;
   ScalarType weight_dtype = ScalarType::Double;
   ScalarType bias_dtype = ScalarType::Double;
-  Tail tail;
+  std::optional<Tensor> tail;
   Expectation expectation;
   std::optional<Tensor> status;
   std::optional<Tensor> constants;
@@ -97,6 +91,13 @@ struct BackwardArguments {
   std::optional<Tensor> output;
   std::optional<Tensor> mask;
   std::optional<Tensor> dz;  // of batch_norm_backward_reduce_dz: its memory
+};
+
+struct VerifyArguments {
+  Tensor sums;
+  Expectation expectation;
+  std::optional<double> other_tail_sum;
+  std::optional<Tensor> status;
 };
 
 // The layer's arguments that the schemas of all forward operators have in this order.
@@ -161,6 +162,12 @@ inline BackwardArguments read_backward(ArgumentReader& reader) {
   a.count = reader.read<Tensor>();
   reader >> a.weight_dtype >> a.bias_dtype >> a.constants >> a.activation >> a.negative_slope >>
       a.mask;
+  return a;
+}
+
+inline VerifyArguments read_verify(ArgumentReader& reader) {
+  VerifyArguments a{reader.read<Tensor>(), {true, reader.read<double>()}, {}, {}};
+  reader >> a.other_tail_sum >> a.status;
   return a;
 }
 

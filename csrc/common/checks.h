@@ -272,12 +272,36 @@ inline void check_constants(const std::optional<Tensor>& constants, const Tensor
   }
 }
 
+// A tail is memory of the host on any device, so that no operator waits.
+inline Tail read_tail(const std::optional<Tensor>& tensor) {
+  Tail tail;
+  if (tensor.has_value()) {
+    check_shape("tail", *tensor, kTailSize);
+    SYNCBN_CHECK(tensor->scalar_type() == ScalarType::Double && tensor->is_contiguous() &&
+                     tensor->is_cpu(),
+                 "expected tail to be contiguous float64 on the CPU");
+    check_memory("tail", *tensor, kTailSize);
+    tail.present = true;
+    std::copy_n(static_cast<const double*>(tensor->const_data_ptr()), kTailSize, tail.values);
+  }
+  return tail;
+}
+
 // Sums over all ranks: `size` values and a tail. The tail is optional unless it will be verified.
 inline void check_sums(const char* name, const Tensor& sums, int64_t size,
                        const Expectation& expectation, const Tensor& input) {
   const int64_t with_tail = size_with_tail(input.size(1));
   const bool has_tail = expectation.present || (sums.dim() == 1 && sums.size(0) == with_tail);
   check_statistics(name, sums, has_tail ? with_tail : size, input);
+}
+
+// Returns the number of values without the tail's sum.
+inline int64_t check_verify(const VerifyArguments& a) {
+  const int64_t size = a.sums.dim() == 1 ? a.sums.size(0) : 0;
+  SYNCBN_CHECK(size > kTailSize, "expected sums to have shape [n + ", kTailSize,
+               "], a count and a tail at the end, but got ", format_list(a.sums.sizes()));
+  check_statistics("sums", a.sums, size, a.sums);
+  return size - kTailSize;
 }
 
 inline Geometry check_apply(const ForwardArguments& a) {

@@ -9,49 +9,47 @@
 
 namespace syncbn {
 
-// Three values after the count: fingerprint, next size and its square. Ranks add them up, too; the
-// sums of next sizes and of their squares show whether all next sizes are equal.
+// The values after the count, which the caller chooses. Ranks add them up, too.
+constexpr int64_t kTailSize = 3;
 struct Tail {
   bool present = false;
-  double fingerprint = 0;  // identifies the pass
-  double next_size = 0;    // length of the message that the rank expects to send next, or 0
+  double values[kTailSize] = {};
 };
 
-SYNCBN_HOST_DEVICE constexpr int64_t size_with_tail(int64_t channels) { return 2 * channels + 4; }
+SYNCBN_HOST_DEVICE constexpr int64_t size_with_tail(int64_t channels) {
+  return 2 * channels + 1 + kTailSize;
+}
 
 // Writes the values after the 2C sums: the count and, if there is one, the tail.
 SYNCBN_HOST_DEVICE inline void write_tail(double* message, int64_t channels, double count,
                                           const Tail& tail) {
   message[2 * channels] = count;
-  if (tail.present) {
-    message[2 * channels + 1] = tail.fingerprint;
-    message[2 * channels + 2] = tail.next_size;
-    message[2 * channels + 3] = tail.next_size * tail.next_size;
+  for (int64_t i = 0; tail.present && i < kTailSize; ++i) {
+    message[2 * channels + 1 + i] = tail.values[i];
   }
 }
 
-// The expected sum of the ranks' fingerprints.
+// The expected sum of the first values of the ranks' tails.
 struct Expectation {
   bool present = false;
-  double fingerprint_sum = 0;
+  double tail_sum = 0;
 };
 
 enum class Status { kConsistent, kAborted, kDisagreement };
 
 // A rank that aborts a pass sends a count of NaN.
-SYNCBN_HOST_DEVICE inline Status verify_sums(double count, double fingerprint_sum,
+SYNCBN_HOST_DEVICE inline Status verify_sums(double count, double tail_sum,
                                              const Expectation& expectation) {
   if (count != count) {
     return Status::kAborted;
   }
-  const bool agree = !expectation.present || fingerprint_sum == expectation.fingerprint_sum;
+  const bool agree = !expectation.present || tail_sum == expectation.tail_sum;
   return agree ? Status::kConsistent : Status::kDisagreement;
 }
 
-SYNCBN_HOST_DEVICE inline Status read_status(const double* totals, int64_t channels,
-                                             const Expectation& expectation) {
-  const double fingerprint_sum = expectation.present ? totals[2 * channels + 1] : 0;
-  return verify_sums(totals[2 * channels], fingerprint_sum, expectation);
+// The sum of the tails comes after the count.
+SYNCBN_HOST_DEVICE inline Status read_status(const double* count, const Expectation& expectation) {
+  return verify_sums(*count, expectation.present ? count[1] : 0, expectation);
 }
 
 struct Sums {

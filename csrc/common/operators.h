@@ -11,6 +11,7 @@ using StatsResults = std::tuple<Tensor>;                            // message
 using ForwardResults = std::tuple<Tensor, Tensor, Tensor, Tensor>;  // output, mean, invstd, count
 using ReduceResults = std::tuple<Tensor, Tensor, Tensor>;           // sums, grad_weight, grad_bias
 using BackwardApplyResults = std::tuple<Tensor>;                    // grad_input
+using VerifyResults = std::tuple<Tensor>;                           // verified
 
 namespace cpu {
 StatsResults batch_norm_stats(const ForwardArguments& a);

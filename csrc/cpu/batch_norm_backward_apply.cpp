@@ -56,7 +56,7 @@ BackwardApplyResults batch_norm_backward_apply(const BackwardArguments& a) {
   work.weights = arrays.load(a.weight, 1);
   work.sums = static_cast<const double*>(required(a.sums).const_data_ptr());
   if (a.expectation.present) {
-    check_status(read_status(work.sums, channels, a.expectation));
+    check_status(read_status(work.sums + 2 * channels, a.expectation));
   }
   work.count = std::max(*static_cast<const double*>(required(a.count).const_data_ptr()), 1.0);
   work.in_float = input.scalar_type() != ScalarType::Double;

@@ -57,6 +57,7 @@ void sum_segments(const Geometry& geometry, const Partition& partition, const ui
 
 ReduceResults batch_norm_backward_reduce(const BackwardArguments& a) {
   const Geometry geometry = check_reduce(a);
+  const Tail tail = read_tail(a.tail);
   const Tensor& input = a.input;
   const int64_t channels = geometry.channels;
   const ActivationChoice choice = check_activation_gradient(a, geometry);
@@ -121,7 +122,7 @@ ReduceResults batch_norm_backward_reduce(const BackwardArguments& a) {
       deviations[c] += deviations[segment * channels + c];
     }
   }
-  const int64_t size = a.tail.present ? size_with_tail(channels) : 2 * channels;
+  const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels;
   Tensor sums = allocate_vector(size, ScalarType::Double, input);
   auto* message = static_cast<double*>(sums.mutable_data_ptr());
   const bool in_float = dtype != DType::kDouble;
@@ -131,8 +132,8 @@ ReduceResults batch_norm_backward_reduce(const BackwardArguments& a) {
     message[c] = grads[c];
     message[channels + c] = deviations[c];
   }
-  if (a.tail.present) {
-    write_tail(message, channels, /*count=*/0, a.tail);
+  if (tail.present) {
+    write_tail(message, channels, /*count=*/0, tail);
   }
 
   Tensor grad_weight = allocate_vector(channels, a.weight_dtype, input);

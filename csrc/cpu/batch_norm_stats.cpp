@@ -335,6 +335,7 @@ StatsResults batch_norm_stats(const ForwardArguments& a) {
   check_arguments(a);
   const Tensor& input = a.input;
   const Geometry geometry = check_layout("input", input);
+  const Tail tail = read_tail(a.tail);
   const uint8_t* const mask_data = check_mask(a.mask, input, geometry);
   const Partition partition(geometry);
   const int64_t channels = geometry.channels;
@@ -375,12 +376,12 @@ StatsResults batch_norm_stats(const ForwardArguments& a) {
     }
     before += count;
   }
-  const int64_t size = a.tail.present ? size_with_tail(channels) : 2 * channels + 1;
+  const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels + 1;
   Tensor message = allocate_vector(size, ScalarType::Double, input);
   auto* values = static_cast<double*>(message.mutable_data_ptr());
   const auto count = static_cast<double>(before);
   dispatch_unfused<Message>(count, means.data(), m2s.data(), channels, values);
-  write_tail(values, channels, count, a.tail);
+  write_tail(values, channels, count, tail);
   return {message};
 }
 

@@ -23,7 +23,8 @@ ReduceResults batch_norm_backward_reduce(const BackwardArguments& a) {
   epilogue.residual = to_data(a.residual);
   epilogue.output = to_data(a.output);
 
-  const int64_t size = a.tail.present ? size_with_tail(channels) : 2 * channels;
+  const Tail tail = read_tail(a.tail);
+  const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels;
   Tensor sums = allocate_vector(size, ScalarType::Double, input);
   Tensor grad_weight = allocate_vector(channels, a.weight_dtype, input);
   Tensor grad_bias = allocate_vector(channels, a.bias_dtype, input);
@@ -37,7 +38,7 @@ ReduceResults batch_norm_backward_reduce(const BackwardArguments& a) {
   launch_batch_norm_backward_reduce(
       plan, device.stream(), dy, x, static_cast<const double*>(a.mean.const_data_ptr()),
       static_cast<const double*>(a.invstd.const_data_ptr()),
-      static_cast<double*>(sums.mutable_data_ptr()), a.tail, to_channel_output(grad_weight),
+      static_cast<double*>(sums.mutable_data_ptr()), tail, to_channel_output(grad_weight),
       to_channel_output(grad_bias), device.make_workspace(plan, input, keep_alive), epilogue);
   return {sums, grad_weight, grad_bias};
 }

@@ -13,14 +13,15 @@ StatsResults batch_norm_stats(const ForwardArguments& a) {
   const Device device(input);
   const Geometry geometry = check_layout("input", input);
   const int64_t channels = geometry.channels;
-  const int64_t size = a.tail.present ? size_with_tail(channels) : 2 * channels + 1;
+  const Tail tail = read_tail(a.tail);
+  const int64_t size = tail.present ? size_with_tail(channels) : 2 * channels + 1;
   Tensor message = allocate_vector(size, ScalarType::Double, input);
   const void* x = input.const_data_ptr();
   const Plan plan =
       make_plan(geometry, to_dtype(input.scalar_type()), {x}, device.multiprocessors());
   std::vector<Tensor> keep_alive;
   launch_batch_norm_stats(plan, device.stream(), x,
-                          static_cast<double*>(message.mutable_data_ptr()), a.tail,
+                          static_cast<double*>(message.mutable_data_ptr()), tail,
                           device.make_workspace(plan, input, keep_alive));
   return {message};
 }

@@ -54,7 +54,7 @@ _MAX_CHARACTERS = 1000  # of an error, in the store
 class PassRecord:
     """One direction of one layer in a group: its fingerprint, and the sizes that have followed."""
 
-    __slots__ = ("direction", "fingerprint", "layer", "next_size", "sizes", "state")
+    __slots__ = ("_tail", "direction", "fingerprint", "layer", "next_size", "sizes", "state")
 
     def __init__(self, state: "GroupState", layer: Identity, direction: str) -> None:
         self.state, self.layer, self.direction = state, layer, direction
@@ -63,6 +63,8 @@ class PassRecord:
         self.sizes: list[int] = []
         # The size that is expected to follow; 0 if none is, _SEVERAL if several have followed.
         self.next_size = 0
+        # Kept for the next pass; None until it is made.
+        self._tail: Tensor | None = None
 
     def add_size(self, size: int) -> None:
         """Remember the size of the message that has followed."""
@@ -70,6 +72,7 @@ class PassRecord:
         # Nothing is expected after a call of sync_batch_norm(), which may belong to any layer.
         if self.layer.key:
             self.next_size = size if len(self.sizes) == 1 else _SEVERAL
+            self._tail = None
 
     @property
     def fingerprint_sum(self) -> float:
@@ -77,9 +80,15 @@ class PassRecord:
         return self.state.sum_of(self.fingerprint)
 
     @property
-    def tail(self) -> list[float]:
-        """The end of a message without channels."""
-        return [0.0, self.fingerprint, self.next_size, self.next_size**2]
+    def tail(self) -> Tensor:
+        """Fingerprint, next size and its square: float64 [3] on the CPU, the end of a message."""
+        if self._tail is not None and _compat.num_dispatch_modes() == 0:
+            return self._tail
+        numbers = [self.fingerprint, self.next_size, self.next_size**2]
+        tail = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        if _compat.num_dispatch_modes() == 0:  # a mode may make a tensor of another kind
+            self._tail = tail
+        return tail
 
     @property
     def name(self) -> str:
@@ -330,7 +339,7 @@ class GroupState:
         fingerprint = float(_spread(_spread(self.size) + int(record.fingerprint)))
         message[-3] = fingerprint
         totals = collectives.all_reduce_sum(message, self.group)
-        check_consistent(totals, self.sum_of(fingerprint))
+        ops.verify_sums(totals.cpu(), self.sum_of(fingerprint))
 
     def _count_operations(self, device: torch.device) -> int | None:
         """Return the number of operations that the backend has counted; None if it does not."""
@@ -381,19 +390,6 @@ def check_not_destroyed(group: ProcessGroup) -> None:
     """Raise ValueError if torch.distributed has made the group and destroyed it since."""
     if group_state(group).is_registered and not _compat.is_registered(group):
         raise collectives.destroyed(group.rank(), group.group_name)
-
-
-def check_consistent(totals: Tensor, fingerprint_sum: float) -> None:
-    """Check that the ranks' fingerprints add up to ``fingerprint_sum`` and that none has aborted.
-
-    Raises:
-        PassesDifferError, AbortedError: As the operators would.
-    """
-    count, found, *_ = totals[-4:].tolist()
-    if count != count:
-        raise ops.AbortedError
-    if found != fingerprint_sum:
-        raise ops.PassesDifferError
 
 
 def channels_of(size: int) -> int:

@@ -4,7 +4,7 @@ A pass uses protocol.py to agree with the other ranks, and abort.py if this rank
 
     step = Pass(group, layer, "forward", input)
     with step:  # an exception in here aborts the pass on all ranks
-        message = ops.batch_norm_stats(input, *step.tail)
+        message = ops.batch_norm_stats(input, step.tail)
     totals = step.all_reduce(message)
     output, *_ = ops.batch_norm_apply(input, totals, ..., *step.expectation(totals))
 """
@@ -35,8 +35,8 @@ class Pass:
 
     # The record of the pass in its group; None without a group.
     record: PassRecord | None = None
-    # Fingerprint and next size, for the operator that makes the message.
-    tail: tuple[float | None, float] = (None, 0.0)
+    # The end of the message, for the operator that makes it; None without a group.
+    tail: Tensor | None = None
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Pass:
         self.input, self._arguments = input, arguments
         if group is not None:
             record = self.record = group_state(group).record(layer, direction)
-            self.tail = (record.fingerprint, record.next_size)
+            self.tail = record.tail
 
     def __enter__(self) -> None:
         """Raise an error of an earlier pass, which does not abort this one.
@@ -172,7 +172,7 @@ class Pass:
         return totals
 
     def expectation(self, totals: Tensor) -> tuple[float | None, Tensor | None]:
-        """Return ``fingerprint_sum`` and ``status`` for the operator that takes the sums."""
+        """Return ``tail_sum`` and ``status`` for the operator that takes the sums."""
         record = self.record
         if record is None:
             return None, None
@@ -188,30 +188,27 @@ class Pass:
         return expected, state.status(totals.device).note
 
     def verify(self, totals: Tensor) -> Tensor:
-        """Return the sums; on CUDA, where nothing waits for them, NaN if they are inconsistent.
+        """Return the sums without their tail.
+
+        On CUDA, where nothing waits for them, they are NaN if they are inconsistent.
 
         Raises:
             RuntimeError: The ranks make different passes, or another rank has aborted this one; not
                 on CUDA.
+            ValueError: One value per channel in the whole group; not on CUDA.
         """
-        if self.record is None:
+        record, status, first = self.record, None, None
+        if record is None:
             return totals
-        if _has_values(totals):
-            record = self._record_of(totals)
-            try:
-                with _compat.without_dispatch_modes():
-                    protocol.check_consistent(totals, record.fingerprint_sum)
-            except (ops.PassesDifferError, ops.AbortedError) as error:
-                raise errors.of_operator(error, record) from None
-        elif type(totals) is Tensor and totals.is_cuda:
-            record, (expected, status) = self.record, self.expectation(totals)
-            end = totals[-4:]
-            if self.direction == "recomputation" and expected is not None:
-                # A compiler may have kept the sums of the forward pass.
-                first = record.state.record(self.layer, "forward").fingerprint_sum
-                end = torch.where(end == first, expected, end)
-            return torch.where(is_inconsistent(end, expected, status), torch.nan, totals)
-        return totals
+        if self.direction == "recomputation":
+            # It may get the sums of the forward pass, which a mode or a compiler has kept.
+            first = record.state.record(self.layer, "forward").fingerprint_sum
+        if type(totals) is Tensor and totals.is_cuda:
+            _, status = self.expectation(totals)
+        try:
+            return ops.verify_sums(totals, record.fingerprint_sum, first, status)
+        except (RuntimeError, ValueError) as error:
+            raise errors.of_operator(error, record) from None
 
     def verify_on_host(self, totals: Tensor) -> Tensor:
         """Return the sums on the CPU, after :meth:`verify`; waits for the device."""
@@ -260,17 +257,6 @@ class Pass:
 def _has_values(totals: Tensor) -> bool:
     """Whether the host can read the sums: not on meta, nor on CUDA, where it would have to wait."""
     return type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
-
-
-def is_inconsistent(end: Tensor, fingerprint_sum: float | None, status: Tensor | None) -> Tensor:
-    """Return whether sums on CUDA, which end with these four, are inconsistent: bool [1].
-
-    The operator that finds out writes the status, which the next pass of the group reads.
-    """
-    totals = torch.cat([end.new_zeros(2), end])  # as of a pass of one channel
-    no_input, nothing = end.new_empty((0, 1)), (None,) * 5
-    *_, count = ops.batch_norm_apply(no_input, totals, *nothing, 0.0, 0.0, fingerprint_sum, status)
-    return count.isnan()
 
 
 def _raise_earlier_failure(state: GroupState) -> None:
@@ -355,11 +341,12 @@ class _SumOverRanks(torch.autograd.Function):
         ctx.group, ctx.layer = GroupReference(group), layer
         step = Pass(group, layer, "double backward", values)
         with step:
-            assert step.record is not None
+            assert step.tail is not None
             statistics = values.to(torch.float64)
-            message = torch.cat([statistics, statistics.new_tensor(step.record.tail)])
+            end = (statistics.new_zeros(1), step.tail.to(statistics.device))
+            message = torch.cat([statistics, *end])
         totals = step.verify(step.all_reduce(message))
-        return totals[:-4].to(values.dtype)
+        return totals[:-1].to(values.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -387,10 +374,10 @@ def each_rank(flag: bool, group: ProcessGroup, layer: Identity, device: torch.de
     """
     step = Pass(group, layer, STEP)
     with step:
-        assert step.record is not None
+        assert step.tail is not None
         flags = [0.0] * group.size()
         flags[group.rank()] = float(flag)
-        values = [*flags, *step.record.tail]
+        values = [*flags, 0.0, *step.tail.tolist()]
         message = torch.tensor(values, dtype=torch.float64, device=device)
     totals = step.verify_on_host(step.all_reduce(message))
-    return [value != 0 for value in totals[:-4].tolist()]
+    return [value != 0 for value in totals[:-1].tolist()]

@@ -86,7 +86,7 @@ def _(
     with step:
         dense = tensors.as_dense(input)
         arguments = Arguments(weight, bias, None, None, None, 0.0, eps, mask=mask)
-        totals = ops.batch_norm_stats(dense, *step.tail, *arguments.for_checks(), mask=mask)
+        totals = ops.batch_norm_stats(dense, step.tail, *arguments.for_checks(), mask=mask)
     totals = step.all_reduce(totals)
     output, *statistics = _autograd.normalize(dense, totals, arguments, step)
     mean, invstd, count = statistics

@@ -195,10 +195,8 @@ def _(input: Tensor, *values: Any) -> Tensor:
     with step:
         checks.check_training(input, arguments)
         message = ops.batch_norm_stats(
-            tensors.as_dense(input), *step.tail, *arguments.for_checks(), mask=arguments.mask
+            tensors.as_dense(input), step.tail, *arguments.for_checks(), mask=arguments.mask
         )
-        if step.group is None:
-            ops.check_more_than_one_value(message, input.size(1))
     step.meet(message)
     return message
 
@@ -232,7 +230,7 @@ def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None 
     if direction == "forward":
         direction = _compat.forward_direction()
     step = Pass(collectives.group_named(group_name), identity_from(identity), direction)
-    return step.verify(step.wait(reduced))[:-3].clone()  # an operator returns new tensors
+    return step.verify(step.wait(reduced))
 
 
 @torch.library.register_fake("syncbn::compiled_wait")
@@ -316,7 +314,7 @@ def _(
         grad_output = tensors.as_dense(grad_output, like=input)
         dtypes = (weight_dtype, bias_dtype)
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, *dtypes, *step.tail, mask=mask
+            grad_output, input, mean, invstd, *dtypes, step.tail, mask=mask
         )
     step.meet(sums)
     return sums, grad_weight, grad_bias
@@ -334,10 +332,12 @@ def _(
     identity: Tensor | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    fingerprint = None if group_name is None else 0.0
-    return ops.batch_norm_backward_reduce(
-        grad_output, input, mean, invstd, weight_dtype, bias_dtype, fingerprint
+    sums, *gradients = ops.batch_norm_backward_reduce(
+        grad_output, input, mean, invstd, weight_dtype, bias_dtype
     )
+    grad_weight, grad_bias = gradients
+    size = sums.size(0) + (0 if group_name is None else 4)
+    return sums.new_empty(size), grad_weight, grad_bias
 
 
 # No-op that claims to mutate `values`, so that Inductor materializes them once instead of

@@ -26,6 +26,7 @@ __all__ = [
     "batch_norm_stats",
     "check_arguments",
     "check_more_than_one_value",
+    "verify_sums",
 ]
 
 
@@ -54,13 +55,12 @@ def _check_devices(*operands: Any) -> None:
 @torch.library.register_fake("syncbn::batch_norm_stats")
 def _(
     input: Tensor,
-    fingerprint: float | None = None,
-    next_size: float = 0.0,
+    tail: Tensor | None = None,
     *operands: Any,
 ) -> Tensor:
     if not isinstance(input, _compat.FakeTensor):
         check_arguments(input, *operands[:7], mask=(*operands[7:], None)[0])
-    size = 2 * input.size(1) + (1 if fingerprint is None else 4)
+    size = 2 * input.size(1) + (1 if tail is None else 4)
     return input.new_empty(size, dtype=torch.float64)
 
 
@@ -91,13 +91,13 @@ def _fake_reduce(
     invstd: Tensor,
     weight_dtype: torch.dtype = torch.float64,
     bias_dtype: torch.dtype = torch.float64,
-    fingerprint: float | None = None,
+    tail: Tensor | None = None,
     *operands: Any,
 ) -> tuple[Tensor, ...]:
     _check_devices(grad_output, input, mean, invstd, *operands)
     channels = input.size(1)
     return (
-        mean.new_empty(2 * channels + (0 if fingerprint is None else 4)),
+        mean.new_empty(2 * channels + (0 if tail is None else 4)),
         input.new_empty(channels, dtype=weight_dtype),
         input.new_empty(channels, dtype=bias_dtype),
     )
@@ -117,6 +117,11 @@ def _(grad_output: Tensor, input: Tensor, *operands: Any) -> Tensor:
     return torch.empty_like(input)
 
 
+@torch.library.register_fake("syncbn::verify_sums")
+def _(sums: Tensor, *_: Any) -> Tensor:
+    return sums.new_empty(sums.size(0) - 3)
+
+
 @torch.library.register_fake("syncbn::batch_norm_backward")
 def _(grad_output: Tensor, input: Tensor, *operands: Any) -> tuple[Tensor, ...]:
     _check_devices(input, *operands)
@@ -128,7 +133,7 @@ def _(grad_output: Tensor, input: Tensor, *operands: Any) -> tuple[Tensor, ...]:
 # Looked up once: each attribute costs as much as a check.
 _OPERATORS = {
     name: getattr(torch.ops.syncbn, name).default
-    for name in ("check_arguments", *fallback.OPERATORS)
+    for name in ("check_arguments", "verify_sums", *fallback.OPERATORS)
 }
 
 
@@ -246,7 +251,12 @@ def batch_norm_backward(
     return _call("batch_norm_backward", operands, mask)  # type: ignore[no-any-return]
 
 
+def verify_sums(*operands: Any) -> Tensor:
+    """Return sums over all ranks without their tail; raise, or NaN on CUDA, if inconsistent."""
+    return _call("verify_sums", operands, writes=True)  # type: ignore[no-any-return]
+
+
 # Their results never require a gradient: the callers give it.
 _library = torch.library.Library("syncbn", "IMPL", "Autograd")
-for _name in fallback.OPERATORS:
+for _name in ("verify_sums", *fallback.OPERATORS):
     _library.impl(_name, torch.library.fallthrough_kernel)

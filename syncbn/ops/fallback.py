@@ -84,16 +84,16 @@ def _sums(*terms: Tensor) -> list[Tensor]:
     return [term.sum(dims, dtype=torch.float64) for term in terms]
 
 
-def _end(like: Tensor, *numbers: float) -> list[Tensor]:
+def _end(like: Tensor, count: float, tail: Tensor | None) -> list[Tensor]:
     """Return the end of a message, by no copy from the host, which would wait for the device."""
+    numbers = [count] if tail is None else [count, *tail.tolist()]
     return [like.new_full((1,), number) for number in numbers]
 
 
 @torch.no_grad()
 def batch_norm_stats(
     input: Tensor,
-    fingerprint: float | None = None,
-    next_size: float = 0.0,
+    tail: Tensor | None = None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
     running_mean: Tensor | None = None,
@@ -122,41 +122,30 @@ def batch_norm_stats(
         # csrc/common/message.h: the squares are about the mean that will be read from the sums.
         sums = mean * count
         squares = m2 + sums * (sums / count)
-    tail = () if fingerprint is None else (fingerprint, next_size, next_size**2)
-    return torch.cat([sums, squares, *_end(sums, count, *tail)])
+    return torch.cat([sums, squares, *_end(sums, count, tail)])
 
 
-def _count(
-    count: Tensor, sums: Tensor, channels: int, fingerprint_sum: float | None, status: Tensor | None
+@torch.no_grad()
+def verify_sums(
+    sums: Tensor,
+    tail_sum: float,
+    other_tail_sum: float | None = None,
+    status: Tensor | None = None,
 ) -> Tensor:
-    """Return the count [1] of the sums over all ranks; NaN if the sums are inconsistent.
-
-    Raises:
-        RuntimeError: They are not, or a group has one value per channel, and the host may look at
-            them: in csrc's words.
-    """
-    aborted = sums[2 * channels : 2 * channels + 1].isnan()
-    differ = torch.zeros_like(aborted)
-    if fingerprint_sum is not None:
-        differ = sums[2 * channels + 1 : 2 * channels + 2] != fingerprint_sum
-    if sums.is_cuda or status is not None:
-        if status is not None and fingerprint_sum is not None:
-            # In the order of the stream, in which other passes write the status, too.
-            noted = status.to(sums.device, non_blocking=True)
-            note = torch.where(aborted, -fingerprint_sum, torch.where(differ, fingerprint_sum, 0.0))
-            status.copy_(torch.where(noted == 0, note, noted), non_blocking=True)
-        return torch.where(aborted | differ, torch.nan, count)
-    number, has_differed = torch.cat([sums[2 * channels : 2 * channels + 1], differ]).tolist()
-    if number != number:
-        raise RuntimeError(
-            "another rank of the process group aborted this pass because of an error; that "
-            "rank's own message says which"
-        )
-    if has_differed:
-        raise RuntimeError("the ranks of the process group run different passes")
-    if number == 1 and fingerprint_sum is not None:  # sums of a backward pass have a 0
-        raise ValueError(formulas.ONE_VALUE)
-    return count
+    """Return sums over all ranks without their tail, verified: by the CPU's operator if it can."""
+    end = sums[-4:]
+    if not sums.is_cuda and status is None:
+        torch.ops.syncbn.verify_sums.default(end.cpu(), tail_sum, other_tail_sum)
+        return sums[:-3].clone()
+    aborted, differ = end[:1].isnan(), end[1:2] != tail_sum
+    if other_tail_sum is not None:
+        differ = differ & (end[1:2] != other_tail_sum)
+    if status is not None:
+        # In the order of the stream, in which other passes write the status, too.
+        noted = status.to(sums.device, non_blocking=True)
+        note = torch.where(aborted, -tail_sum, torch.where(differ, tail_sum, 0.0))
+        status.copy_(torch.where(noted == 0, note, noted), non_blocking=True)
+    return torch.where(aborted | differ, torch.nan, sums[:-3])
 
 
 def _update(
@@ -180,7 +169,7 @@ def batch_norm_apply(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
     eps: float,
-    fingerprint_sum: float | None = None,
+    tail_sum: float | None = None,
     status: Tensor | None = None,
     residual: Tensor | None = None,
     activation: int = 0,
@@ -189,8 +178,9 @@ def batch_norm_apply(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize, and update the running statistics."""
     channels = input.size(1)
-    count = totals[2 * channels : 2 * channels + 1]
-    count = _count(count, totals, channels, fingerprint_sum, status).clone()
+    if tail_sum is not None:
+        totals = verify_sums(totals, tail_sum, None, status)
+    count = totals[2 * channels : 2 * channels + 1].clone()
     sums, squares = totals[: 2 * channels].chunk(2)
     divisor = count.clamp(min=1)  # the sums of no values are zero
     mean = sums / divisor
@@ -277,8 +267,7 @@ def batch_norm_backward_reduce(
     invstd: Tensor,
     weight_dtype: torch.dtype = torch.float64,
     bias_dtype: torch.dtype = torch.float64,
-    fingerprint: float | None = None,
-    next_size: float = 0.0,
+    tail: Tensor | None = None,
     constants: Tensor | None = None,
     activation: int = 0,
     negative_slope: float = 0.0,
@@ -286,8 +275,7 @@ def batch_norm_backward_reduce(
     """Compute this rank's sums of dz and dz·xhat, and the gradients of weight and bias."""
     epilogue = (constants, activation, negative_slope)
     dz = _epilogue_gradient(grad_output, input, mean, epilogue)
-    dtypes, tail = (weight_dtype, bias_dtype), (fingerprint, next_size)
-    return _reduce(dz, input, mean, invstd, dtypes, tail)
+    return _reduce(dz, input, mean, invstd, (weight_dtype, bias_dtype), tail)
 
 
 @torch.no_grad()
@@ -298,8 +286,7 @@ def batch_norm_backward_reduce_dz(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    fingerprint: float | None,
-    next_size: float,
+    tail: Tensor | None,
     constants: Tensor | None,
     activation: int,
     negative_slope: float,
@@ -309,8 +296,7 @@ def batch_norm_backward_reduce_dz(
     """Do as :func:`batch_norm_backward_reduce`, and store dz."""
     epilogue = (constants, activation, negative_slope)
     dz = _epilogue_gradient(grad_output, input, mean, epilogue, residual, output)
-    dtypes, tail = (weight_dtype, bias_dtype), (fingerprint, next_size)
-    results = _reduce(dz, input, mean, invstd, dtypes, tail)
+    results = _reduce(dz, input, mean, invstd, (weight_dtype, bias_dtype), tail)
     return *results, torch.empty_like(input).copy_(dz)
 
 
@@ -320,7 +306,7 @@ def _reduce(
     mean: Tensor,
     invstd: Tensor,
     dtypes: tuple[torch.dtype, torch.dtype],
-    tail: tuple[float | None, float],
+    tail: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     center = _center(mean, input)
     (on_device,) = _to_batch([center], input)
@@ -328,10 +314,9 @@ def _reduce(
     sum_dz, sum_products = _sums(dz, dz * deviation)
     # Corrects the rounding of the center.
     sum_dz_xhat = (sum_products - (mean - center) * sum_dz) * invstd
-    fingerprint, next_size = tail
-    end = () if fingerprint is None else (0.0, fingerprint, next_size, next_size**2)
+    end = [] if tail is None else _end(sum_dz, 0.0, tail)
     return (
-        torch.cat([sum_dz, sum_dz_xhat, *_end(sum_dz, *end)]),
+        torch.cat([sum_dz, sum_dz_xhat, *end]),
         sum_dz_xhat.to(dtypes[0], copy=True),
         sum_dz.to(dtypes[1], copy=True),
     )
@@ -346,7 +331,7 @@ def batch_norm_backward_apply(
     weight: Tensor | None,
     sums: Tensor,
     count: Tensor,
-    fingerprint_sum: float | None = None,
+    tail_sum: float | None = None,
     status: Tensor | None = None,
     constants: Tensor | None = None,
     activation: int = 0,
@@ -354,8 +339,8 @@ def batch_norm_backward_apply(
 ) -> Tensor:
     """Compute the gradient of the input from the sums of the whole group."""
     channels = input.size(1)
-    if fingerprint_sum is not None:
-        count = _count(count, sums, channels, fingerprint_sum, status)
+    if tail_sum is not None:
+        sums = verify_sums(sums, tail_sum, None, status)
     center = _center(mean, input)
     slope, shift, scale = formulas.grad_input_constants(
         mean, center, invstd, weight, sums[: 2 * channels], count
@@ -385,7 +370,7 @@ def batch_norm_forward(
     """Do as :func:`batch_norm_apply`, by the statistics of the input."""
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
     epilogue = (residual, activation, negative_slope, constants)
-    totals = batch_norm_stats(input, None, 0.0, *vectors, momentum, residual)
+    totals = batch_norm_stats(input, None, *vectors, momentum, residual)
     if input.numel() == input.size(1):
         raise ValueError(
             f"Expected more than 1 value per channel when training, got input size {input.size()}"
@@ -410,7 +395,7 @@ def batch_norm_backward(
     """Compute the gradients of input, weight and bias in a single process."""
     epilogue = (constants, activation, negative_slope)
     sums, *gradients = batch_norm_backward_reduce(
-        grad_output, input, mean, invstd, weight_dtype, bias_dtype, None, 0.0, *epilogue
+        grad_output, input, mean, invstd, weight_dtype, bias_dtype, None, *epilogue
     )
     grad_input = batch_norm_backward_apply(
         grad_output, input, mean, invstd, weight, sums, count, None, None, *epilogue
@@ -461,5 +446,6 @@ def for_other_devices(operator: Callable[..., Any]) -> Callable[..., Any]:
 
 # Behind every kernel that csrc registers for a device.
 _library = torch.library.Library("syncbn", "IMPL", "CompositeExplicitAutograd")
+_library.impl("verify_sums", verify_sums)
 for _name, _operator in OPERATORS.items():
     _library.impl(_name, for_other_devices(_operator))

@@ -54,13 +54,13 @@ def call_filled(
     first, *others = operands
     match name:
         case "batch_norm_stats":
-            torch.ops.syncbn.check_arguments.default(first, *others[2:], mask=mask)
+            torch.ops.syncbn.check_arguments.default(first, *others[1:], mask=mask)
             filled, filling = fill(first, mask)
             message: Tensor = operator(filled, *others)
             take_out_(message, filling, mask)
             return message
         case "batch_norm_forward":
-            of_stats = (None, 0.0, *others[:6], *others[7:8])
+            of_stats = (None, *others[:6], *others[7:8])
             totals = call_filled(operators, "batch_norm_stats", (first, *of_stats), mask)
             if not tensors.has_operators(first.device):
                 formulas.check_more_than_one_value(totals, first.size(1))
@@ -68,7 +68,7 @@ def call_filled(
             return call_filled(operators, "batch_norm_apply", (first, *of_apply), mask)
         case "batch_norm_backward":
             given, (weight, count, *dtypes), activation = others[:3], others[3:7], others[7:]
-            of_reduce = (*dtypes, None, 0.0, *activation)
+            of_reduce = (*dtypes, None, *activation)
             sums, grad_weight, grad_bias = call_filled(
                 operators, "batch_norm_backward_reduce", (first, *given, *of_reduce), mask
             )

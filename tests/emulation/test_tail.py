@@ -5,9 +5,8 @@ import torch
 from cases import make_input, reference_moments
 from emulated import Device, on_all_devices
 
-from syncbn.distributed import sync
-
-FINGERPRINT, NEXT_SIZE = 77.0, 12.0
+FIRST = 77.0
+TAIL = torch.tensor([FIRST, 12.0, 144.0], dtype=torch.float64)
 SHAPES = [(5, 3), (40, 300), (2, 3, 101, 103), (0, 3)]  # whole and split over blocks
 
 
@@ -20,19 +19,16 @@ def test_tail_stands_behind_the_same_sums(library, shape):
 
     def run(device):
         plain = device.batch_norm_stats(x)
-        announced = device.batch_norm_stats(x, FINGERPRINT, NEXT_SIZE)
-        assert torch.equal(announced[: 2 * channels + 1], plain)
+        message = device.batch_norm_stats(x, TAIL)
+        assert torch.equal(message[: 2 * channels + 1], plain)
         plain_sums, *_ = device.batch_norm_backward_reduce(dy, x, mean, var)
-        sums, *_ = device.batch_norm_backward_reduce(
-            dy, x, mean, var, fingerprint=FINGERPRINT, next_size=NEXT_SIZE
-        )
+        sums, *_ = device.batch_norm_backward_reduce(dy, x, mean, var, tail=TAIL)
         assert torch.equal(sums[: 2 * channels], plain_sums)
-        return announced, sums
+        return message, sums
 
-    for _, (announced, sums) in on_all_devices(library, run, x):
-        end = [FINGERPRINT, NEXT_SIZE, NEXT_SIZE**2]
-        assert announced[2 * channels + 1 :].tolist() == end
-        assert sums[2 * channels :].tolist() == [0.0, *end]
+    for _, (message, sums) in on_all_devices(library, run, x):
+        assert message[2 * channels + 1 :].tolist() == TAIL.tolist()
+        assert sums[2 * channels :].tolist() == [0.0, *TAIL.tolist()]
 
 
 def verified(device, what, momentum, status):
@@ -41,16 +37,16 @@ def verified(device, what, momentum, status):
     mean, var = reference_moments(x)
     sums = torch.cat([400 * mean, 400 * (var + mean.square())])
     count = float("nan") if what == "aborted" else 400.0
-    fingerprints = 2 * FINGERPRINT + (what == "different")
-    totals = torch.cat([sums, torch.tensor([count, fingerprints, 24, 288]).double()])
+    tail_sum = 2 * FIRST + (what == "different")
+    totals = torch.cat([sums, torch.tensor([count, tail_sum, 24, 288]).double()])
     running = torch.zeros(3), torch.ones(3), torch.tensor([4])
     output, *_ = device.batch_norm_apply(
-        x, totals, None, None, *running, momentum, 1e-5, 2 * FINGERPRINT, status
+        x, totals, None, None, *running, momentum, 1e-5, 2 * FIRST, status
     )
     totals[6] = 0 * count
     ones = torch.ones(3).double()
     grad = device.batch_norm_backward_apply(
-        x, x, mean, ones, None, totals, ones[:1], 2 * FINGERPRINT, status
+        x, x, mean, ones, None, totals, ones[:1], 2 * FIRST, status
     )
     return output, grad, running
 
@@ -66,7 +62,7 @@ def test_pass_that_is_not_sound_gives_nan_and_changes_nothing(library, what, mom
     assert tracked.item() == (5 if what == "sound" else 4)
     assert (
         status.item()
-        == {"sound": 0, "aborted": -2 * FINGERPRINT, "different": 2 * FINGERPRINT}[what]
+        == {"sound": 0, "aborted": -2 * FIRST, "different": 2 * FIRST}[what]
     )
 
 
@@ -81,18 +77,18 @@ def test_no_status_is_asked_for(library):
     assert output.isnan().all()
 
 
-@pytest.mark.parametrize("count", [400.0, 0.0])  # of a forward and of a backward pass
-@pytest.mark.parametrize("what", ["sound", "aborted", "different"])
-def test_sums_of_compiled_layers(library, monkeypatch, what, count):
+@pytest.mark.parametrize("size", [1, 7, 600])  # up to several blocks
+@pytest.mark.parametrize("what", ["sound", "other", "aborted", "different"])
+def test_verified_sums(library, what, size):
     device = Device(library, 8, "shuffled")
-    monkeypatch.setattr(sync.ops, "batch_norm_apply", device.batch_norm_apply)
-    count = float("nan") if what == "aborted" else count
-    fingerprints = 2 * FINGERPRINT + (what == "different")
-    totals = torch.tensor([1.0, 2.0, 3.0, 4.0, count, fingerprints, 16.0, 128.0]).double()
+    count = float("nan") if what == "aborted" else 400.0
+    tail_sum = {"other": 3, "different": 4}.get(what, 2) * FIRST
+    end = torch.tensor([count, tail_sum, 16.0, 128.0]).double()
+    sums = torch.cat([torch.arange(size - 1.0).double(), end])
     status = torch.zeros(1).double()
-    inconsistent = sync.is_inconsistent(totals[-4:], 2 * FINGERPRINT, status)
-    assert inconsistent.tolist() == [what != "sound"]
-    assert (
-        status.item()
-        == {"sound": 0, "aborted": -2 * FINGERPRINT, "different": 2 * FINGERPRINT}[what]
-    )
+    verified = device.verify_sums(sums, 2 * FIRST, 3 * FIRST, status)
+    if what in ("sound", "other"):
+        assert torch.equal(verified, sums[:-3]) and status.item() == 0
+    else:
+        assert verified.isnan().all()
+        assert status.item() == (-2 if what == "aborted" else 2) * FIRST

@@ -94,18 +94,18 @@ def test_mean_of_a_thousand_standard_deviations(device):
 
 
 @pytest.mark.parametrize(
-    ("count", "fingerprint_sum", "note"),
+    ("count", "tail_sum", "note"),
     [(12.0, 7.0, 0.0), (torch.nan, 7.0, -7.0), (12.0, 8.0, 8.0)],
 )
 @pytest.mark.parametrize("noted", [0.0, 3.0])
-def test_status_takes_the_first_note(count, fingerprint_sum, note, noted):
+def test_status_takes_the_first_note(count, tail_sum, note, noted):
     x, channels = make_input((4, 3, 3), "contiguous", torch.float32), 3
-    totals = ops.batch_norm_stats(x, 7.0)
+    totals = ops.batch_norm_stats(x, torch.tensor([7.0, 0, 0]).double())
     totals[2 * channels] = count
     status = torch.tensor([noted], dtype=torch.float64)
     mean, var, tracked = torch.zeros(3), torch.ones(3), torch.tensor(0)
     y, *_, found = fallback.batch_norm_apply(
-        x, totals, None, None, mean, var, tracked, 0.1, 1e-5, fingerprint_sum, status
+        x, totals, None, None, mean, var, tracked, 0.1, 1e-5, tail_sum, status
     )
     is_sound = note == 0
     assert status.item() == (noted or note)
@@ -117,7 +117,7 @@ def test_status_takes_the_first_note(count, fingerprint_sum, note, noted):
     sums = torch.cat([totals[:-4], totals[-4:] * torch.tensor([1.0, 1, 0, 0])])
     counted = torch.tensor([12.0], dtype=torch.float64)
     dx = fallback.batch_norm_backward_apply(
-        x, x, statistics, statistics, None, sums, counted, fingerprint_sum, status
+        x, x, statistics, statistics, None, sums, counted, tail_sum, status
     )
     assert status.item() == (noted or note)
     assert bool(dx.isfinite().all()) == is_sound and bool(dx.isnan().all()) != is_sound
@@ -142,13 +142,13 @@ def test_running_statistics_of_a_bad_channel_are_those_of_the_operator(momentum)
 def test_sums_that_are_not_sound_raise_in_the_operators_words():
     x = make_input((4, 3), "contiguous", torch.float32)
     arguments = (None, None, None, None, None, 0.0, 1e-5)
-    for count, fingerprint_sum in ((torch.nan, 7.0), (torch.nan, None), (4.0, 8.0)):
-        totals = ops.batch_norm_stats(x, 7.0)
+    for count, tail_sum in ((torch.nan, 7.0), (1.0, 7.0), (4.0, 8.0)):
+        totals = ops.batch_norm_stats(x, torch.tensor([7.0, 0, 0]).double())
         totals[6] = count
         with pytest.raises(RuntimeError) as theirs:
-            torch.ops.syncbn.batch_norm_apply(x, totals, *arguments, fingerprint_sum)
+            torch.ops.syncbn.batch_norm_apply(x, totals, *arguments, tail_sum)
         with pytest.raises(RuntimeError) as ours:
-            fallback.batch_norm_apply(x, totals, *arguments, fingerprint_sum)
+            fallback.batch_norm_apply(x, totals, *arguments, tail_sum)
         assert str(ours.value) == str(theirs.value)
 
 
@@ -158,13 +158,14 @@ def test_sums_that_are_not_sound_raise_in_the_operators_words():
 def test_nothing_waits_for_a_cuda_device(activation, momentum):
     """Tensors without values would tell: FakeTensorMode raises where one is looked at."""
     number = NUMBERS[activation]
-    with FakeTensorMode():
+    tail = torch.tensor([1.0, 0, 0], dtype=torch.float64)
+    with FakeTensorMode(allow_non_fake_inputs=True):
         x, residual = (torch.empty(4, 3, 5, device="cuda") for _ in range(2))
         running = torch.empty(2, 3, device="cuda").unbind()
         tracked = torch.empty((), dtype=torch.int64, device="cuda")
         status = torch.empty(1, dtype=torch.float64)
         constants = torch.empty(6, dtype=torch.float64, device="cuda") if number else None
-        message = fallback.batch_norm_stats(x, 1.0)
+        message = fallback.batch_norm_stats(x, tail)
         following = (residual, number, 0.1, constants)
         y, mean, invstd, count = fallback.batch_norm_apply(
             x, message, None, None, *running, tracked, momentum, 1e-5, 2.0, status, *following
@@ -173,7 +174,7 @@ def test_nothing_waits_for_a_cuda_device(activation, momentum):
         dtypes = (torch.float32, torch.float32)
         through = (constants, number, 0.1)
         sums, *_ = fallback.batch_norm_backward_reduce(
-            x, x, mean, invstd, *dtypes, 1.0, 0.0, *through
+            x, x, mean, invstd, *dtypes, tail, *through
         )
         dx = fallback.batch_norm_backward_apply(
             x, x, mean, invstd, None, sums, count, 2.0, status, *through

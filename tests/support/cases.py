@@ -19,6 +19,7 @@ OPS += ["batch_norm_backward_apply fused", "batch_norm_backward_reduce_dz of SiL
 RELU, SILU = 1, 3
 # Those that take a mask, on CPUs alone.
 MASKED_OPS = [f"{name} masked" for name in OPS if len(name.split()) == 1]
+OPS += ["verify_sums"]
 # Those of compiled graphs, which are written in Python over the others.
 COMPILED_OPS = ["compiled_stats", "compiled_update", "compiled_backward_reduce"]
 COMPILED_OPS += ["compiled_materialize"]
@@ -97,13 +98,13 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_apply": apply,
         "batch_norm_apply fused": (*apply, None, None, other, SILU, 0.0, constants),
         "batch_norm_backward_reduce": reduce,
-        "batch_norm_backward_reduce fused": (*reduce, None, 0.0, constants, RELU, 0.0),
+        "batch_norm_backward_reduce fused": (*reduce, None, constants, RELU, 0.0),
         "batch_norm_backward_reduce_dz": (
-            *(*reduce, None, 0.0),
+            *(*reduce, None),
             *(None, RELU, 0.0, None, other),
         ),
         "batch_norm_backward_reduce_dz of SiLU": (
-            *(*reduce, None, 0.0),
+            *(*reduce, None),
             *(constants, SILU, 0.0, other, None),
         ),
         "batch_norm_backward_apply": backward_apply,
@@ -112,16 +113,17 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_forward fused": (*forward, other, SILU, 0.0, constants),
         "batch_norm_backward": backward,
         "batch_norm_backward fused": (*backward, constants, RELU, 0.0),
-        "batch_norm_stats masked": (x, None, 0.0, *[None] * 5, 0.0, None, mask),
+        "batch_norm_stats masked": (x, None, *[None] * 5, 0.0, None, mask),
         "batch_norm_apply masked": (*apply, None, None, other, SILU, 0.0, constants, mask),
-        "batch_norm_backward_reduce masked": (*reduce, None, 0.0, constants, SILU, 0.0, mask),
+        "batch_norm_backward_reduce masked": (*reduce, None, constants, SILU, 0.0, mask),
         "batch_norm_backward_reduce_dz masked": (
-            *(*reduce, None, 0.0),
+            *(*reduce, None),
             *(constants, SILU, 0.0, other, None, mask),
         ),
         "batch_norm_backward_apply masked": (*backward_apply, None, None, None, 0, 0.0, mask),
         "batch_norm_forward masked": (*forward, None, 0, 0.0, None, mask),
         "batch_norm_backward masked": (*backward, None, 0, 0.0, mask),
+        "verify_sums": (torch.cat([totals, totals.new_tensor([7.0, 8.0, 64.0])]), 7.0),
         "compiled_stats": (
             *(x, None, None, *running, 0.1, 1e-5, None, None, None, 0.0, None, None, None),
             torch.empty(0),

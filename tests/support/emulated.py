@@ -130,17 +130,17 @@ class ChannelVector(ctypes.Structure):
 
 
 class Tail(ctypes.Structure):
-    _fields_ = (
-        ("present", ctypes.c_bool),
-        ("fingerprint", ctypes.c_double),
-        ("next_size", ctypes.c_double),
-    )
+    _fields_ = (("present", ctypes.c_bool), ("values", 3 * ctypes.c_double))
+
+
+class Expectation(ctypes.Structure):
+    _fields_ = (("present", ctypes.c_bool), ("tail_sum", ctypes.c_double))
 
 
 class Verifier(ctypes.Structure):
     _fields_ = (
         ("present", ctypes.c_bool),
-        ("fingerprint_sum", ctypes.c_double),
+        ("tail_sum", ctypes.c_double),
         ("status", ctypes.c_void_p),
     )
 
@@ -171,8 +171,12 @@ def pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def to_verifier(fingerprint_sum: float | None, status: Tensor | None) -> Verifier:
-    return Verifier(fingerprint_sum is not None, fingerprint_sum or 0.0, pointer(status))
+def to_tail(tail: Tensor | None) -> Tail:
+    return Tail() if tail is None else Tail(True, tuple(tail.tolist()))
+
+
+def to_verifier(tail_sum: float | None, status: Tensor | None) -> Verifier:
+    return Verifier(tail_sum is not None, tail_sum or 0.0, pointer(status))
 
 
 def channel_vector(tensor: Tensor | None) -> ChannelVector:
@@ -238,12 +242,9 @@ class Device:
         self._run("plan", tensors[0], *three, fields)
         return dict(zip(PLAN, fields, strict=True))
 
-    def batch_norm_stats(
-        self, input: Tensor, fingerprint: float | None = None, next_size: float = 0.0
-    ) -> Tensor:
-        message = statistics(2 * input.size(1) + (1 if fingerprint is None else 4))
-        tail = Tail(fingerprint is not None, fingerprint or 0.0, next_size)
-        self._run("batch_norm_stats", input, input, message, tail)
+    def batch_norm_stats(self, input: Tensor, tail: Tensor | None = None) -> Tensor:
+        message = statistics(2 * input.size(1) + (1 if tail is None else 4))
+        self._run("batch_norm_stats", input, input, message, to_tail(tail))
         assert_margins_untouched(message)
         return message
 
@@ -258,7 +259,7 @@ class Device:
         num_batches_tracked: Tensor | None,
         momentum: float | None,
         eps: float,
-        fingerprint_sum: float | None = None,
+        tail_sum: float | None = None,
         status: Tensor | None = None,
         residual: Tensor | None = None,
         activation: int = 0,
@@ -281,7 +282,7 @@ class Device:
             mean,
             invstd,
             count,
-            to_verifier(fingerprint_sum, status),
+            to_verifier(tail_sum, status),
             Epilogue(Activation(activation, negative_slope), pointer(residual), pointer(constants)),
         )
         assert_margins_untouched(output, mean, invstd, count)
@@ -295,15 +296,14 @@ class Device:
         invstd: Tensor,
         weight_dtype: torch.dtype = torch.float64,
         bias_dtype: torch.dtype = torch.float64,
-        fingerprint: float | None = None,
-        next_size: float = 0.0,
+        tail: Tensor | None = None,
         constants: Tensor | None = None,
         activation: int = 0,
         negative_slope: float = 0.0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         epilogue = EpilogueGradient(Activation(activation, negative_slope), pointer(constants))
         operands = (grad_output, input, mean, invstd)
-        return self._reduce(operands, weight_dtype, bias_dtype, fingerprint, next_size, epilogue)
+        return self._reduce(operands, weight_dtype, bias_dtype, tail, epilogue)
 
     def batch_norm_backward_reduce_dz(
         self,
@@ -313,8 +313,7 @@ class Device:
         invstd: Tensor,
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype,
-        fingerprint: float | None,
-        next_size: float,
+        tail: Tensor | None,
         constants: Tensor | None,
         activation: int,
         negative_slope: float,
@@ -325,7 +324,7 @@ class Device:
         tensors = map(pointer, (constants, residual, output, dz))
         epilogue = EpilogueGradient(Activation(activation, negative_slope), *tensors)
         operands = (grad_output, input, mean, invstd)
-        results = self._reduce(operands, weight_dtype, bias_dtype, fingerprint, next_size, epilogue)
+        results = self._reduce(operands, weight_dtype, bias_dtype, tail, epilogue)
         assert_margins_untouched(dz)
         return *results, dz
 
@@ -334,18 +333,16 @@ class Device:
         operands: tuple[Tensor, Tensor, Tensor, Tensor],
         weight_dtype: torch.dtype,
         bias_dtype: torch.dtype,
-        fingerprint: float | None,
-        next_size: float,
+        tail: Tensor | None,
         epilogue: EpilogueGradient,
     ) -> tuple[Tensor, Tensor, Tensor]:
         _, input, mean, _ = operands
         channels = input.size(1)
-        sums = statistics(2 * channels + (0 if fingerprint is None else 4))
+        sums = statistics(2 * channels + (0 if tail is None else 4))
         grad_weight, grad_bias = (with_margins(mean.to(d)) for d in (weight_dtype, bias_dtype))
         gradients = map(channel_vector, (grad_weight, grad_bias))
-        tail = Tail(fingerprint is not None, fingerprint or 0.0, next_size)
         name = "batch_norm_backward_reduce"
-        self._run(name, input, *operands, sums, *gradients, tail, epilogue)
+        self._run(name, input, *operands, sums, *gradients, to_tail(tail), epilogue)
         assert_margins_untouched(sums, grad_weight, grad_bias)
         return sums, grad_weight, grad_bias
 
@@ -358,7 +355,7 @@ class Device:
         weight: Tensor | None,
         sums: Tensor,
         count: Tensor,
-        fingerprint_sum: float | None = None,
+        tail_sum: float | None = None,
         status: Tensor | None = None,
         constants: Tensor | None = None,
         activation: int = 0,
@@ -367,11 +364,25 @@ class Device:
         grad_input = with_margins(input)
         vector = channel_vector(weight)
         tensors = (grad_output, input, mean, invstd, vector, sums, count, grad_input)
-        verifier = to_verifier(fingerprint_sum, status)
+        verifier = to_verifier(tail_sum, status)
         epilogue = EpilogueGradient(Activation(activation, negative_slope), pointer(constants))
         self._run("batch_norm_backward_apply", input, *tensors, verifier, epilogue)
         assert_margins_untouched(grad_input)
         return grad_input
+
+    def verify_sums(
+        self,
+        sums: Tensor,
+        tail_sum: float,
+        other_tail_sum: float | None = None,
+        status: Tensor | None = None,
+    ) -> Tensor:
+        verified = statistics(sums.size(0) - 3)
+        verifier = to_verifier(tail_sum, status)
+        other = Expectation(other_tail_sum is not None, other_tail_sum or 0.0)
+        self._run("verify_sums", sums, sums, ctypes.c_int64(sums.size(0) - 3), verifier, other, verified)
+        assert_margins_untouched(verified)
+        return verified
 
 
 def statistics(size: int) -> Tensor:

@@ -27,7 +27,7 @@ struct PrepareNormalize {
   struct Operands {
     Sums sums;
     double count;
-    double fingerprint_sum;
+    double tail_sum;
     uint64_t weight;
     uint64_t bias;
     uint64_t running_mean;
@@ -39,7 +39,7 @@ struct PrepareNormalize {
     Operands operands{};
     operands.sums = {totals[channel], totals[channels + channel]};
     operands.count = totals[2 * channels];
-    operands.fingerprint_sum = verifier.expectation.present ? totals[2 * channels + 1] : 0;
+    operands.tail_sum = verifier.expectation.present ? totals[2 * channels + 1] : 0;
     operands.weight = load_bits(weight, channel);
     operands.bias = load_bits(bias, channel);
     if (first) {
@@ -60,7 +60,7 @@ struct PrepareNormalize {
 
   __device__ Derived derive(const Operands& operands) const {
     Derived derived;
-    derived.status = verify_sums(operands.count, operands.fingerprint_sum, verifier.expectation);
+    derived.status = verify_sums(operands.count, operands.tail_sum, verifier.expectation);
     const bool consistent = derived.status == Status::kConsistent;
     derived.batch = from_sums(operands.sums, consistent ? operands.count : NAN);
     derived.invstd = 1 / sqrt(derived.batch.variance() + eps);
@@ -131,7 +131,7 @@ struct WithNormalize {
 
 __global__ void count_batch_kernel(const double* totals, int64_t channels, Expectation expectation,
                                    int64_t* num_batches_tracked) {
-  const bool consistent = read_status(totals, channels, expectation) == Status::kConsistent;
+  const bool consistent = read_status(totals + 2 * channels, expectation) == Status::kConsistent;
   if (consistent && totals[2 * channels] > 0) {
     *num_batches_tracked += 1;
   }

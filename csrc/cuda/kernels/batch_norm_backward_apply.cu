@@ -27,7 +27,7 @@ struct PrepareGradInput {
     double sum_dy_xhat;
     double count;
     double aborted;  // NaN if a rank has
-    double fingerprint_sum;
+    double tail_sum;
     double forward_shift;
   };
 
@@ -41,7 +41,7 @@ struct PrepareGradInput {
     operands.count = *count;
     if (verifier.expectation.present) {
       operands.aborted = sums[2 * channels];
-      operands.fingerprint_sum = sums[2 * channels + 1];
+      operands.tail_sum = sums[2 * channels + 1];
     }
     if (kWithActivation) {
       operands.forward_shift = constants[channels + channel];
@@ -52,7 +52,7 @@ struct PrepareGradInput {
   using Derived = Status;
 
   __device__ Status derive(const Operands& operands) const {
-    return verify_sums(operands.aborted, operands.fingerprint_sum, verifier.expectation);
+    return verify_sums(operands.aborted, operands.tail_sum, verifier.expectation);
   }
 
   template <typename A>

@@ -42,7 +42,7 @@ struct Verifier {
   SYNCBN_HOST_DEVICE void write(Status found) const {
     if (found != Status::kConsistent && status != nullptr && *status == 0) {
       *status =
-          found == Status::kAborted ? -expectation.fingerprint_sum : expectation.fingerprint_sum;
+          found == Status::kAborted ? -expectation.tail_sum : expectation.tail_sum;
     }
   }
 };
@@ -85,5 +85,9 @@ void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void
                                       ChannelVector weight, const double* sums, Verifier verifier,
                                       const double* count, void* grad_input,
                                       EpilogueGradient epilogue = {});
+
+// `size` is the number of values without the tail; `other` is a second sum of tails that may be.
+void launch_verify_sums(void* stream, const double* sums, int64_t size, Verifier verifier,
+                        Expectation other, double* verified);
 
 }  // namespace syncbn::cuda
