@@ -153,9 +153,11 @@ def normalize(
         # Not bound to another name: a frame that holds its own error is a reference cycle, which
         # keeps the tensors of its callers until the garbage collector runs.
         raise step.error(error) from None
-    written = [tensor for tensor in arguments[2:5] if tensor is not None]
+    written: Any = arguments[2:5]
+    if arguments.running_mean is None or arguments.num_batches_tracked is None:
+        written = [tensor for tensor in written if tensor is not None]
     if written:  # autograd tells the backward pass of an evaluation that they have changed
-        torch.autograd.graph.increment_version(written)
+        _compat.increment_version(written)
     return results
 
 

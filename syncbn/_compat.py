@@ -31,6 +31,8 @@ graph_task_id = torch._C._current_graph_task_id  # -1 outside of backward passes
 jit_tracing_state = torch._C._get_tracing_state  # of torch.jit.trace; None outside of it
 set_jit_tracing_state = torch._C._set_tracing_state  # type: ignore[attr-defined]
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
+# torch.autograd.graph.increment_version takes as long as an operator's check of its arguments.
+increment_version = torch._C._increment_version
 is_dispatch_key_included = torch._C._dispatch_tls_is_dispatch_key_included
 # Included where a graph is recorded before autograd: torch.export's, make_fx(pre_dispatch=True)'s.
 PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
@@ -59,6 +61,11 @@ def is_exporting() -> bool:
 def is_mode_recording() -> bool:
     """Whether a dispatch mode records a graph: make_fx's or AOTAutograd's."""
     return any(torch._C._get_dispatch_mode(mode) is not None for mode in _RECORDING_MODES)
+
+
+def is_faking() -> bool:
+    """Whether all new tensors are FakeTensors."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -61,7 +61,8 @@ def fx_leaf(forward: ForwardT) -> ForwardT:
 
     @functools.wraps(forward)
     def leaf_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(args[0] if args else next(iter(kwargs.values()), None), proxy):
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(first, proxy):
             tracer: Any = (*args, *kwargs.values())[0].tracer
             runs_this = type(layer).forward is leaf_forward and "forward" not in vars(layer)
             if runs_this and tracer.root is not layer and not _compat.has_forward_hooks(layer):

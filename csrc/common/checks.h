@@ -277,9 +277,9 @@ inline Tail read_tail(const std::optional<Tensor>& tensor) {
   Tail tail;
   if (tensor.has_value()) {
     check_shape("tail", *tensor, kTailSize);
-    SYNCBN_CHECK(tensor->scalar_type() == ScalarType::Double && tensor->is_contiguous() &&
-                     tensor->is_cpu(),
-                 "expected tail to be contiguous float64 on the CPU");
+    SYNCBN_CHECK(
+        tensor->scalar_type() == ScalarType::Double && tensor->is_contiguous() && tensor->is_cpu(),
+        "expected tail to be contiguous float64 on the CPU");
     check_memory("tail", *tensor, kTailSize);
     tail.present = true;
     std::copy_n(static_cast<const double*>(tensor->const_data_ptr()), kTailSize, tail.values);

@@ -85,10 +85,12 @@ class PassRecord:
         if self._tail is not None and _compat.num_dispatch_modes() == 0:
             return self._tail
         numbers = [self.fingerprint, self.next_size, self.next_size**2]
-        tail = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        if _compat.num_dispatch_modes() == 0:  # a mode may make a tensor of another kind
-            self._tail = tail
-        return tail
+        if _compat.is_faking():
+            return torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        if self._tail is None:
+            with _compat.without_dispatch_modes(), torch.inference_mode(False):
+                self._tail = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        return self._tail
 
     @property
     def name(self) -> str:

@@ -35,8 +35,6 @@ class Pass:
 
     # The record of the pass in its group; None without a group.
     record: PassRecord | None = None
-    # The end of the message, for the operator that makes it; None without a group.
-    tail: Tensor | None = None
 
     def __init__(
         self,
@@ -50,8 +48,12 @@ class Pass:
         # If the rank fails before its message exists, they tell the message's size and device.
         self.input, self._arguments = input, arguments
         if group is not None:
-            record = self.record = group_state(group).record(layer, direction)
-            self.tail = record.tail
+            self.record = group_state(group).record(layer, direction)
+
+    @property
+    def tail(self) -> Tensor | None:
+        """The end of the message, for the operator that makes it; None without a group."""
+        return None if self.record is None else self.record.tail
 
     def __enter__(self) -> None:
         """Raise an error of an earlier pass, which does not abort this one.
@@ -74,7 +76,7 @@ class Pass:
         traceback: TracebackType | None,
     ) -> None:
         """Abort the pass after an exception."""
-        if isinstance(error, Exception):
+        if error is not None and isinstance(error, Exception):
             try:
                 raise self.abort(error) from None
             finally:

@@ -275,7 +275,7 @@ def _(
         raise errors.with_layer_and_rank(error, layer, group) from None
     written = [tensor for tensor in running if tensor is not None]
     if written:
-        torch.autograd.graph.increment_version(written)
+        _compat.increment_version(written)
     mean, invstd, count = statistics
     return mean, invstd, count
 

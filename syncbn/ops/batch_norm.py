@@ -164,23 +164,13 @@ def _in_its_class(error: RuntimeError) -> Exception:
     return error
 
 
-def _call(
-    name: str, operands: tuple[Any, ...], mask: Tensor | None = None, writes: bool = False
-) -> Any:
-    """Call an operator, which may write to its operands; its errors get their class."""
-    operator = _OPERATORS[name]
-    if writes and _compat.allows_mutation_of_saved():
-        # Its mode, which does not take the operator, has to see the writes.
-        for operand, is_written in zip(operands, _compat.arguments_written(operator), strict=False):
-            if is_written and operand is not None:
-                operand.copy_(operand)
-        with _compat.without_dispatch_modes():
-            return _call(name, operands, mask)
+def _call(name: str, operands: tuple[Any, ...], mask: Tensor | None = None) -> Any:
+    """Call an operator; its errors get their class."""
     try:
         if mask is None:
-            return operator(*operands)
+            return _OPERATORS[name](*operands)
         if _takes_mask(mask):
-            return operator(*operands, mask=mask)
+            return _OPERATORS[name](*operands, mask=mask)
         return masks.call_filled(_OPERATORS, name, operands, mask)
     except RuntimeError as error:
         raise _in_its_class(error) from None
@@ -190,16 +180,28 @@ def _takes_mask(mask: Tensor) -> bool:
     return not (mask.is_cuda and tensors.has_operators(mask.device))
 
 
-def _update(name: str, operands: tuple[Any, ...], index: int, mask: Tensor | None) -> Any:
-    """Call an operator that counts batches, in a counter of any dtype at this index."""
-    counter = operands[index]
-    if counter is None or counter.dtype in (torch.int64, torch.bool) or counter.is_complex():
-        return _call(name, operands, mask, writes=True)
-    converted = counter.to(torch.int64)
-    operands = (*operands[:index], converted, *operands[index + 1 :])
-    results = _call(name, operands, mask, writes=True)
-    counter.copy_(converted)
-    return results
+def _write(
+    name: str, operands: tuple[Any, ...], mask: Tensor | None = None, counter: int = -1
+) -> Any:
+    """Do as :func:`_call`, with an operator that writes to its operands.
+
+    ``counter`` is the index of the counter of batches, which may have any dtype; -1 for none.
+    """
+    count = None if counter < 0 else operands[counter]
+    if count is not None and not (count.dtype in (torch.int64, torch.bool) or count.is_complex()):
+        converted = count.to(torch.int64)
+        results = _write(name, (*operands[:counter], converted, *operands[counter + 1 :]), mask)
+        count.copy_(converted)
+        return results
+    if not _compat.allows_mutation_of_saved():
+        return _call(name, operands, mask)
+    # Its mode, which does not take the operator, has to see the writes.
+    written = _compat.arguments_written(_OPERATORS[name])
+    for operand, is_written in zip(operands, written, strict=False):
+        if is_written and operand is not None:
+            operand.copy_(operand)
+    with _compat.without_dispatch_modes():
+        return _call(name, operands, mask)
 
 
 # The operators. csrc/ops.cpp names their operands and results.
@@ -214,14 +216,14 @@ def batch_norm_apply(
     *operands: Any, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize, and update the running statistics: output, mean [C], invstd [C], count [1]."""
-    return _update("batch_norm_apply", operands, 6, mask)  # type: ignore[no-any-return]
+    return _write("batch_norm_apply", operands, mask, counter=6)  # type: ignore[no-any-return]
 
 
 def batch_norm_forward(
     *operands: Any, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Do as :func:`batch_norm_apply`, by the statistics of the input."""
-    return _update("batch_norm_forward", operands, 5, mask)  # type: ignore[no-any-return]
+    return _write("batch_norm_forward", operands, mask, counter=5)  # type: ignore[no-any-return]
 
 
 def batch_norm_backward_reduce(
@@ -240,7 +242,7 @@ def batch_norm_backward_reduce_dz(
 
 def batch_norm_backward_apply(*operands: Any, mask: Tensor | None = None) -> Tensor:
     """Compute the gradient of the input from the sums of the whole group."""
-    results = _call("batch_norm_backward_apply", operands, mask, writes=True)
+    results = _write("batch_norm_backward_apply", operands, mask)
     return results  # type: ignore[no-any-return]
 
 
@@ -253,7 +255,7 @@ def batch_norm_backward(
 
 def verify_sums(*operands: Any) -> Tensor:
     """Return sums over all ranks without their tail; raise, or NaN on CUDA, if inconsistent."""
-    return _call("verify_sums", operands, writes=True)  # type: ignore[no-any-return]
+    return _write("verify_sums", operands)  # type: ignore[no-any-return]
 
 
 # Their results never require a gradient: the callers give it.

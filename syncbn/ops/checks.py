@@ -21,14 +21,18 @@ def check_training(input: Tensor, arguments: Arguments) -> None:
     Raises:
         TypeError, ValueError, NotImplementedError: As the checks below do.
     """
-    check_no_transform()
+    if _compat.are_transforms_active() or _compat.jit_tracing_state() is not None:
+        check_no_transform()
     if type(input) is not Tensor:
         check_local(input)
     check_call(input, arguments)
     if not tensors.has_operators(input.device):
         fallback.check_device(input.device)
-    if arguments.momentum is not None or arguments.num_batches_tracked is None:
-        check_momentum(arguments.momentum)
+    momentum = arguments.momentum
+    if type(momentum) is float and -math.inf < momentum < math.inf:
+        return
+    if momentum is not None or arguments.num_batches_tracked is None:
+        check_momentum(momentum)
 
 
 def check_call(input: Tensor, arguments: Arguments) -> None:
@@ -51,7 +55,9 @@ def check_call(input: Tensor, arguments: Arguments) -> None:
             f"expected input to have {num_features} channels (num_features), but got "
             f"{input.size(1)} in input of shape {list(input.shape)}"
         )
-    check_eps(arguments.eps)
+    eps = arguments.eps
+    if type(eps) is not float or not 0 <= eps < math.inf:
+        check_eps(eps)
     if arguments.activation is not None or arguments.negative_slope != 0.01:
         epilogue.check_activation(arguments.activation)
         epilogue.check_negative_slope(arguments.negative_slope)

@@ -25,10 +25,10 @@ def as_dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     between its values or without. ``like`` is ``tensor`` itself if it is not given.
     """
     like = tensor if like is None else like
+    if like.is_contiguous():
+        return tensor if tensor.is_contiguous() else tensor.contiguous()
     if tensor.dim() != like.dim():
         return tensor  # the operator refuses it
-    if like.is_contiguous():
-        return tensor.contiguous()
     return tensor.contiguous(memory_format=_memory_format(like))
 
 

@@ -136,8 +136,7 @@ const char* batch_norm_backward_apply(const Call* call, const void* grad_output,
 
 const char* verify_sums(const Call* call, const double* sums, int64_t size,
                         const Verifier* verifier, const Expectation* other, double* verified) {
-  return run(*call,
-             [&] { launch_verify_sums(nullptr, sums, size, *verifier, *other, verified); });
+  return run(*call, [&] { launch_verify_sums(nullptr, sums, size, *verifier, *other, verified); });
 }
 
 }  // extern "C"

@@ -67,7 +67,7 @@ def run_kernels(device, operands, activation):
     epilogue = (constants, number, SLOPE)
     if residual is None or activation is None:
         sums, *gradients = device.batch_norm_backward_reduce(
-            dy, x, mean, invstd, *parameters, None, 0.0, *epilogue
+            dy, x, mean, invstd, *parameters, None, *epilogue
         )
         dz = dy
     else:
@@ -77,7 +77,7 @@ def run_kernels(device, operands, activation):
             else (None, *epilogue[1:], None, output)
         )
         sums, *gradients, dz = device.batch_norm_backward_reduce_dz(
-            dy, x, mean, invstd, *parameters, None, 0.0, *sources
+            dy, x, mean, invstd, *parameters, None, *sources
         )
         epilogue = ()
     grad_input = device.batch_norm_backward_apply(

@@ -60,10 +60,7 @@ def test_pass_that_is_not_sound_gives_nan_and_changes_nothing(library, what, mom
     assert output.isnan().all() == grad.isnan().all() == (what != "sound")
     assert bool(mean.any()) == (what == "sound")
     assert tracked.item() == (5 if what == "sound" else 4)
-    assert (
-        status.item()
-        == {"sound": 0, "aborted": -2 * FIRST, "different": 2 * FIRST}[what]
-    )
+    assert status.item() == {"sound": 0, "aborted": -2 * FIRST, "different": 2 * FIRST}[what]
 
 
 def test_first_status_stays(library):

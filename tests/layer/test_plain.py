@@ -173,9 +173,7 @@ def test_nothing_waits_for_a_cuda_device(activation, momentum):
         assert y.device == message.device == count.device == x.device
         dtypes = (torch.float32, torch.float32)
         through = (constants, number, 0.1)
-        sums, *_ = fallback.batch_norm_backward_reduce(
-            x, x, mean, invstd, *dtypes, tail, *through
-        )
+        sums, *_ = fallback.batch_norm_backward_reduce(x, x, mean, invstd, *dtypes, tail, *through)
         dx = fallback.batch_norm_backward_apply(
             x, x, mean, invstd, None, sums, count, 2.0, status, *through
         )

@@ -109,6 +109,18 @@ def test_fake_tensors_are_known():
     assert not isinstance(torch.ones(2), _compat.FakeTensor)
 
 
+def test_modes_of_fake_tensors_are_known():
+    assert not _compat.is_faking()
+    with torch._subclasses.FakeTensorMode():
+        assert _compat.is_faking()
+
+
+def test_versions_are_incremented():
+    x, y = torch.ones(2), torch.ones(2)
+    _compat.increment_version([x, y])
+    assert (x._version, y._version) == (1, 1)
+
+
 def ask_groups(rank, world_size):
     pair = dist.new_group(list(range(world_size)))
     before = _compat.count_operations(pair, torch.device("cpu"))

@@ -92,7 +92,7 @@ def test_constants_are_those_of_the_normalization(with_weight):
 def reduce_arguments(x, activation):
     constants = torch.empty(2 * x.size(1), dtype=torch.float64)
     output, mean, invstd, count = apply(x, None, activation, 0.1, constants)
-    operands = (x.clone(), x, mean, invstd, torch.float64, torch.float64, None, 0.0)
+    operands = (x.clone(), x, mean, invstd, torch.float64, torch.float64, None)
     return operands, constants, output, count
 
 

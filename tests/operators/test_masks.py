@@ -161,7 +161,7 @@ def test_sums_match_float64(shape, layout, dtype, activation):
     mean, var = reference_moments(rows)
     invstd = (var + 1e-5).rsqrt()
     constants = None if activation is None else torch.cat([invstd, torch.zeros_like(mean)])
-    epilogue_gradient = (None, 0.0, constants, NUMBERS[activation], 0.0)
+    epilogue_gradient = (None, constants, NUMBERS[activation], 0.0)
     dtypes = (torch.float64, torch.float64)
     spoiled = (spoil(dy, mask), spoil(x, mask))
     sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
@@ -196,7 +196,7 @@ def test_stored_gradients_are_those_without_a_mask_or_zero(shape, layout, dtype,
     is_silu = activation == "silu"
     constants = torch.cat([invstd, torch.zeros_like(mean)]) if is_silu else None
     given = (residual, None) if is_silu else (None, residual)  # of any sign
-    reduction = (mean, invstd, torch.float64, torch.float64, None, 0.0)
+    reduction = (mean, invstd, torch.float64, torch.float64, None)
     epilogue_gradient = (constants, NUMBERS[activation], 0.25)
     *_, plain = ops.batch_norm_backward_reduce_dz(dy, x, *reduction, *epilogue_gradient, *given)
     spoiled = (None if t is None else spoil(t, mask) for t in (dy, x, *given))
@@ -299,7 +299,7 @@ def test_devices_whose_operators_take_no_mask(monkeypatch, dtype, layout, ratio)
             dy, x, mean, invstd, None, count, *dtypes, *epilogue_gradient, mask=mask
         )
         *sums, dz = ops.batch_norm_backward_reduce_dz(
-            dy, x, mean, invstd, *dtypes, None, 0.0, *epilogue_gradient, residual, None, mask=mask
+            dy, x, mean, invstd, *dtypes, None, *epilogue_gradient, residual, None, mask=mask
         )
         return message, output, mean, invstd, count, *grads, *sums, dz
 

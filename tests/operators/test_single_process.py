@@ -52,7 +52,7 @@ def test_backward_is_reduce_and_apply(shape, dtype, activation):
         dy, x, mean, invstd, weight, count, *dtypes, *epilogue_gradient
     )
     sums, *of_vectors = ops.batch_norm_backward_reduce(
-        dy, x, mean, invstd, *dtypes, None, 0.0, *epilogue_gradient
+        dy, x, mean, invstd, *dtypes, None, *epilogue_gradient
     )
     of_input = ops.batch_norm_backward_apply(
         dy, x, mean, invstd, weight, sums, count, None, None, *epilogue_gradient

@@ -103,10 +103,7 @@ def test_status_on_cuda(on_cuda, name, what):
     output = one_or_first(operator(name)(*args, 2 * FIRST, status))
     torch.cuda.synchronize()
     assert output.isnan().all().item() == (what != "sound")
-    assert (
-        status.item()
-        == {"sound": 0, "aborted": -2 * FIRST, "different": 2 * FIRST}[what]
-    )
+    assert status.item() == {"sound": 0, "aborted": -2 * FIRST, "different": 2 * FIRST}[what]
 
 
 # The verification by itself.

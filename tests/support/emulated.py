@@ -380,7 +380,9 @@ class Device:
         verified = statistics(sums.size(0) - 3)
         verifier = to_verifier(tail_sum, status)
         other = Expectation(other_tail_sum is not None, other_tail_sum or 0.0)
-        self._run("verify_sums", sums, sums, ctypes.c_int64(sums.size(0) - 3), verifier, other, verified)
+        self._run(
+            "verify_sums", sums, sums, ctypes.c_int64(sums.size(0) - 3), verifier, other, verified
+        )
         assert_margins_untouched(verified)
         return verified
 

@@ -31,7 +31,7 @@ def calls(x: Tensor, activation: int, with_residual: bool) -> Iterator[tuple[str
 
     yield "apply", apply
     output, mean, invstd, count = apply()
-    reduction = (x, x, mean, invstd, x.dtype, x.dtype, None, 0.0)
+    reduction = (x, x, mean, invstd, x.dtype, x.dtype, None)
     if activation and with_residual:
         sources = (constants, x, None) if activation == SILU else (None, None, output)
         arguments = (*reduction, sources[0], activation, 0.0, *sources[1:])

@@ -41,8 +41,7 @@ struct Verifier {
   // The first status stays until the host has read it.
   SYNCBN_HOST_DEVICE void write(Status found) const {
     if (found != Status::kConsistent && status != nullptr && *status == 0) {
-      *status =
-          found == Status::kAborted ? -expectation.tail_sum : expectation.tail_sum;
+      *status = found == Status::kAborted ? -expectation.tail_sum : expectation.tail_sum;
     }
   }
 };

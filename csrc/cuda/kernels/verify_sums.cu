@@ -29,8 +29,8 @@ __global__ void verify_sums_kernel(const double* sums, int64_t size, Verifier ve
 void launch_verify_sums(void* stream, const double* sums, int64_t size, Verifier verifier,
                         Expectation other, double* verified) {
   const auto num_blocks = static_cast<unsigned>((size + kThreads - 1) / kThreads);
-  launch(verify_sums_kernel, dim3(num_blocks), dim3(kThreads), 0,
-         static_cast<cudaStream_t>(stream), sums, size, verifier, other, verified);
+  launch(verify_sums_kernel, dim3(num_blocks), dim3(kThreads), 0, static_cast<cudaStream_t>(stream),
+         sums, size, verifier, other, verified);
 }
 
 }  // namespace syncbn::cuda

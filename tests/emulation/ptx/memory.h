@@ -3,10 +3,14 @@
 // - each access is aligned to its size;
 // - shared memory is read after it was written, and no other thread reads or writes a written byte
 //   before the next barrier;
-// - a launch writes no address twice and reads no written address, except in the range `unwritten`:
-//   it reads the range after it has written it, not by non-coherent loads (ld.global.nc);
-// - a block fences before it signals others by an atomic operation, and again before it reads
-//   `unwritten`.
+// - a launch writes no address twice and reads no address that it has written, except in its
+//   workspace, which it reads after it has written it, not by non-coherent loads (ld.global.nc);
+// - a block fences before it signals others by an atomic operation, and again before it reads the
+//   workspace;
+// - each access is inside of an allocation of the running device, where allocations are known.
+//
+// Tests that call launchers name the workspace, the range `unwritten`. The stand-in of the CUDA
+// runtime does not know it: there each address that a launch reads after it has written it counts.
 #pragma once
 
 #include <bitset>
@@ -162,19 +166,34 @@ class Written {
 
 inline Written written;
 
+// Whether `unwritten` is the workspace of the launch.
+inline bool names_workspace = true;
+
+// Throws unless the bytes are inside of an allocation; null where allocations are not known.
+inline void (*check_allocation)(uint64_t address, size_t size, const char* what) = nullptr;
+
+template <typename V>
+inline void check_global(uint64_t address, const char* what) {
+  check_aligned<V>(address, what);
+  if (check_allocation != nullptr) {
+    check_allocation(address, sizeof(V), what);
+  }
+}
+
 template <typename T, int kLength>
 inline Values<T, kLength> load_global(uint64_t address) {
   Values<T, kLength> result;
-  check_aligned<decltype(result)>(address, "reads");
-  const bool is_unwritten = unwritten.begin <= address && address < unwritten.end;
+  check_global<decltype(result)>(address, "reads");
   const size_t num_written = written.count(address, sizeof(result));
-  if (is_unwritten && num_written < sizeof(result)) {
+  const bool in_workspace =
+      names_workspace ? unwritten.begin <= address && address < unwritten.end : num_written > 0;
+  if (in_workspace && num_written < sizeof(result)) {
     Block::current->fail_thread("reads memory that the launch has yet to write");
   }
-  if (!is_unwritten && num_written > 0) {
+  if (!in_workspace && num_written > 0) {
     Block::current->fail_thread("reads memory that the launch has written");
   }
-  if (is_unwritten && !Block::current->has_acquired()) {
+  if (in_workspace && !Block::current->has_acquired()) {
     Block::current->fail_thread("reads what other blocks write without a signal and a fence");
   }
   std::memcpy(&result, to_pointer(address), sizeof(result));
@@ -192,7 +211,7 @@ inline Values<T, kLength> load_noncoherent_global(uint64_t address) {
 
 template <typename T, int kLength>
 inline void store_global(uint64_t address, Values<T, kLength> values) {
-  check_aligned<decltype(values)>(address, "writes");
+  check_global<decltype(values)>(address, "writes");
   if (written.add(address, sizeof(values))) {
     Block::current->fail_thread("writes memory that the launch has written already");
   }
@@ -201,7 +220,7 @@ inline void store_global(uint64_t address, Values<T, kLength> values) {
 }
 
 inline uint32_t atomic_inc(uint64_t address, uint32_t limit) {
-  check_aligned<uint32_t>(address, "signals with");
+  check_global<uint32_t>(address, "signals with");
   auto* counter = reinterpret_cast<uint32_t*>(to_pointer(address));
   const uint32_t old = *counter;
   *counter = old >= limit ? 0 : old + 1;

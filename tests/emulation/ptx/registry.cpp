@@ -20,9 +20,19 @@ Registration::Registration(const char* name, const Kernel& kernel) {
   }
 }
 
+void for_each_kernel(const std::function<void(const std::string&, const Kernel&)>& function) {
+  for (const auto& [name, kernel] : kernels()) {
+    function(name, kernel);
+  }
+}
+
 void launch(const std::string& name, dim3 grid, dim3 block, size_t shared_bytes,
             const void* const* arguments) {
-  const Kernel& kernel = kernels().at(name);
+  launch(kernels().at(name), grid, block, shared_bytes, arguments);
+}
+
+void launch(const Kernel& kernel, dim3 grid, dim3 block, size_t shared_bytes,
+            const void* const* arguments) {
   const uint64_t num_threads = uint64_t{block.x} * block.y * block.z;
   if (num_threads > kernel.max_threads) {
     throw std::runtime_error("launch: " + std::to_string(num_threads) +

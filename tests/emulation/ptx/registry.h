@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -25,10 +26,17 @@ struct Registration {
   Registration(const char* name, const Kernel& kernel);
 };
 
-// Launches a kernel and waits for it; `arguments` points to each of its arguments.
+// Calls the function with each kernel and its name.
+void for_each_kernel(const std::function<void(const std::string&, const Kernel&)>& function);
+
+// Runs a launch of a kernel; `arguments` points to each of its arguments.
 //
 // Throws std::runtime_error for faults that run_grid() and memory.h find, and for a block with more
 // threads than the kernel was compiled for.
+void launch(const Kernel& kernel, dim3 grid, dim3 block, size_t shared_bytes,
+            const void* const* arguments);
+
+// The same for the kernel of this name.
 void launch(const std::string& name, dim3 grid, dim3 block, size_t shared_bytes,
             const void* const* arguments);
 
