@@ -18,6 +18,8 @@ NOT_RUN = {
     "tests/layer/test_hidden.py": "runs what runs here",
     "tests/ranks/test_plain_ranks.py": "has devices of its own",
     "tests/operators/test_activations.py::test_arguments_that_do_not_fit": "the layer checks",
+    "tests/operators/test_batch_norm_apply.py::test_aborted_rank_is_an_error_or_nan_and_changes"
+    "_nothing": "sums without a tail are not verified",
     "tests/operators/test_tail.py::test_bad_tail_is_named": "the operators check",
     "tests/operators/test_tail.py::test_sums_to_verify_must_have_a_tail": "the layer checks",
 }

@@ -1,0 +1,23 @@
+// The device of a call, and what a GPU does with tensors of other devices.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/util/ArrayRef.h>
+
+#include "facts.h"
+#include "tensors.h"
+
+namespace standin {
+
+// Returns the device that a call runs on. Tensors of other devices are an error in torch's words,
+// but for numbers of the CPU and for indices.
+c10::Device find_device(const Facts& facts, c10::ArrayRef<IValue> arguments);
+
+// Returns whether tensors of a call are of several devices.
+bool are_mixed(c10::ArrayRef<IValue> arguments);
+
+// Brings indices to the device, for which a GPU's host waits. It also waits to count a mask's
+// values when they are to be written.
+void move_indices(const Facts& facts, Stack* arguments, c10::Device device);
+
+}  // namespace standin

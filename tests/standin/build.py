@@ -1,0 +1,206 @@
+"""Builds the stand-in for this Python's torch, in ``build/standin-VERSION/``.
+
+``libcudart.so.13``, ``libcuda.so.1`` and ``libnccl.so.2`` are preloaded: torch's libraries have an
+RPATH, so that LD_LIBRARY_PATH does not find ours first. ``packages/syncbn`` is the installed
+package with another library of CUDA operators: the same sources, linked with this runtime, because
+the installed library has NVIDIA's inside. Functions that torch needs and the stand-in lacks are
+generated: they write their name and fail.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+STANDIN = Path(__file__).resolve().parent
+ROOT = STANDIN.parents[1]
+EMULATION = ROOT / "tests" / "emulation"
+CUDA_SOURCES = ROOT / "csrc" / "cuda"
+PRELOADED = ("libcudart.so.13", "libcuda.so.1", "libnccl.so.2")
+
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+import ptx  # noqa: E402
+import torch  # noqa: E402
+from emulated import PTX_FLAGS  # noqa: E402
+from torch.utils import cpp_extension  # noqa: E402
+
+from tools import cuda  # noqa: E402
+
+TORCH = Path(torch.__file__).parent
+PACKAGES = TORCH.parent
+TORCH_LIBRARIES = [f"-L{TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
+TORCH_LIBRARIES += ["-Wl,--no-as-needed", "-ltorch_cuda", "-lc10_cuda"]
+TORCH_HEADERS = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+CUDA_HEADERS = [f"-isystem{path}" for path in PACKAGES.glob("nvidia/cu*/include")]
+COMPILE = ["g++", "-fPIC", "-g1", "-Wall", "-fvisibility=hidden", f"-I{STANDIN}", "-c"]
+
+
+def why_not() -> str:
+    """Return why the stand-in cannot be built here; empty if it can."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not (CUDA_HEADERS and torch.version.cuda.startswith("13.")):
+        return f"torch {torch.__version__} does not come with the packages of CUDA 13"
+    if cuda.find("bin/nvcc") is None:
+        return "no nvcc is here"
+    return ""
+
+
+def run(*words: object) -> str:
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(map(str, words))}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def is_newer(target: Path, sources: Iterable[Path]) -> bool:
+    return target.exists() and all(
+        target.stat().st_mtime > source.stat().st_mtime for source in sources
+    )
+
+
+class Build:
+    """A build in a folder. Each target is made again if a source or a header is newer."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+        headers = [STANDIN, EMULATION, ROOT / "csrc"]
+        self.headers = [h for place in headers for h in place.rglob("*.h")] + [Path(__file__)]
+
+    def compile(self, sources: Iterable[Path], *flags: str) -> list[Path]:
+        """Compile each source file; return the objects."""
+
+        def one(source: Path) -> Path:
+            target = self.folder / f"{source.parent.name}-{source.name}.o"
+            if not is_newer(target, [source, *self.headers]):
+                run(*COMPILE, *flags, source, "-o", target)
+            return target
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(one, sources))
+
+    def preloaded(self, name: str, part: str, symbols: str, version: str = "", *flags: str) -> None:
+        """Link a library under the name that torch looks for, with all functions that it needs."""
+        objects = self.compile(sorted((STANDIN / part).glob("*.cpp")), "-std=c++17", "-O1", *flags)
+        target = self.folder / name
+        if is_newer(target, objects):
+            return
+        missing = sorted(needed(symbols) - defined(objects))
+        stubs = self.folder / f"{part}-missing.cpp"
+        stubs.write_text(
+            "#include <cstdio>\n"
+            + "".join(
+                f'extern "C" __attribute__((visibility("default"))) int {function}() {{\n'
+                f'  std::fprintf(stderr, "standin: {function} is missing\\n");\n  return 801;\n}}\n'
+                for function in missing
+            )
+        )
+        link = [f"-Wl,-soname,{name}", "-Wl,-z,nodelete"]
+        if version:
+            script = self.folder / f"{name}.map"
+            script.write_text(f"{version} {{ global: *; }};\n")
+            link.append(f"-Wl,--version-script={script}")
+        if part != "runtime":
+            link += [f"-L{self.folder}", f"-l:{PRELOADED[0]}"]
+        stub_objects = self.compile([stubs], "-std=c++17")
+        run("g++", "-shared", *objects, *stub_objects, *link, "-o", target, "-lpthread", "-ldl")
+        print(f"  {name}: {len(missing)} functions that torch knows are missing", flush=True)
+
+    def aten(self) -> None:
+        """Link torch's operators of CUDA tensors, which the runtime loads."""
+        # One unit: torch's headers take five seconds a file.
+        unit = self.folder / "aten.cpp"
+        sources = sorted((STANDIN / "aten").glob("*.cpp"))
+        text = "".join(f'#include "aten/{source.name}"\n' for source in sources)
+        if not (is_newer(unit, sources) and unit.read_text() == text):
+            unit.write_text(text)
+        objects = self.compile([unit], "-std=c++20", "-O1", *TORCH_HEADERS)
+        target = self.folder / "libstandin_aten.so"
+        if not is_newer(target, objects):
+            runtime = [f"-L{self.folder}", f"-l:{PRELOADED[0]}"]
+            run("g++", "-shared", *objects, "-o", target, *TORCH_LIBRARIES, *runtime)
+
+    def launchers(self) -> tuple[list[Path], list[Path]]:
+        """Compile the .cu files by nvcc; return its launch code and its PTX as C++ files."""
+        sources = [*sorted((CUDA_SOURCES / "kernels").glob("*.cu")), CUDA_SOURCES / "counters.cu"]
+        architecture = f"compute_{os.environ.get('SYNCBN_PTX_ARCH', '80')}"
+        options = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden"]
+        options += [f"-arch={architecture}", f"-code={architecture}"]
+
+        def one(source: Path) -> tuple[Path, Path]:
+            launch = self.folder / f"{source.stem}.{architecture}.o"
+            translated = self.folder / f"{source.stem}.{architecture}.ptx.cpp"
+            if not is_newer(launch, [source, *self.headers]):
+                keep = self.folder / f"{source.stem}.{architecture}"
+                keep.mkdir(exist_ok=True)
+                nvcc = cuda.find("bin/nvcc")
+                run(nvcc, "-c", *options, "--keep", "--keep-dir", keep, source, "-o", launch)
+                text = (keep / f"{source.stem}.ptx").read_text()
+                translated.write_text(ptx.translate(text) if ".entry" in text else "")
+            return launch, translated
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            pairs = list(pool.map(one, sources))
+        return [launch for launch, _ in pairs], [translated for _, translated in pairs]
+
+    def operators(self) -> Path:
+        """Link syncbn's CUDA operators: adapters, nvcc's launch code and the translated PTX."""
+        launchers, translated = self.launchers()
+        emulation = ["-std=c++17", *PTX_FLAGS, f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}"]
+        objects = self.compile(translated, *emulation, "-w")
+        own = [EMULATION / "ptx" / "registry.cpp", STANDIN / "kernels" / "kernels.cpp"]
+        objects += self.compile(own, *emulation)
+        adapters = sorted(CUDA_SOURCES.glob("*.cpp"))
+        objects += self.compile(adapters, "-std=c++20", "-O1", "-DUSE_CUDA", *TORCH_HEADERS)
+        target = self.folder / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+        if not is_newer(target, objects):
+            runtime = [f"-L{self.folder}", f"-l:{PRELOADED[0]}"]
+            run("g++", "-shared", *objects, *launchers, "-o", target, *TORCH_LIBRARIES, *runtime)
+        return target
+
+    def package(self, operators: Path) -> None:
+        """Make links to the installed package's files and to these CUDA operators."""
+        spec = find_spec("syncbn")
+        if spec is None or not spec.submodule_search_locations:
+            raise SystemExit("syncbn is not installed in this environment")
+        installed = Path(spec.submodule_search_locations[0])
+        package = self.folder / "packages" / "syncbn"
+        package.mkdir(parents=True, exist_ok=True)
+        for link in package.iterdir():
+            link.unlink()
+        for file in installed.iterdir():
+            if not file.name.startswith("_cuda."):
+                (package / file.name).symlink_to(file)
+        (package / operators.name).symlink_to(operators)
+
+
+def needed(symbols: str) -> set[str]:
+    """Return the functions of a pattern that torch's and NVIDIA's libraries call."""
+    users = [*TORCH.glob("lib/*.so"), *PACKAGES.glob("nvidia/*/lib/*.so*")]
+    names: set[str] = set()
+    for user in users:
+        if user.name not in PRELOADED:
+            names.update(re.findall(rf" [Uw] ({symbols})\b", run("nm", "-D", user)))
+    return names
+
+
+def defined(objects: Iterable[Path]) -> set[str]:
+    return set(re.findall(r" [TW] (\w+)", run("nm", *objects)))
+
+
+def build() -> Path:
+    """Build what is not up to date, and return the folder."""
+    made = Build(ROOT / "build" / f"standin-{torch.__version__}")
+    made.preloaded(PRELOADED[0], "runtime", r"(?:__)?cuda[A-Z]\w+", PRELOADED[0], *CUDA_HEADERS)
+    made.preloaded(PRELOADED[1], "driver", r"cu[A-Z]\w+", "", *CUDA_HEADERS)
+    nccl = [f"-isystem{PACKAGES / 'nvidia' / 'nccl' / 'include'}", *CUDA_HEADERS]
+    made.preloaded(PRELOADED[2], "nccl", r"nccl[A-Z]\w+", "", *nccl)
+    made.aten()
+    made.package(made.operators())
+    return made.folder

@@ -1,0 +1,26 @@
+// Memory that processes share by its name.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+namespace standin {
+
+class SharedMemory {
+ public:
+  SharedMemory(std::string name, size_t bytes);
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+  ~SharedMemory();
+
+  void* data() const { return data_; }
+  // Takes the name away; who has the memory keeps it.
+  void forget_name();
+
+ private:
+  std::string name_;
+  size_t bytes_;
+  void* data_ = nullptr;
+};
+
+}  // namespace standin

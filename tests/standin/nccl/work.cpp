@@ -1,0 +1,58 @@
+// What a stream runs, and what becomes of failures: the communicator's asynchronous error, and
+// words.
+#include "work.h"
+
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "standin.h"
+
+namespace standin {
+namespace {
+
+struct Job {
+  std::shared_ptr<Communicator> communicator;
+  Work work;
+};
+
+void spoil(const std::vector<Output>& outputs) {
+  for (const Output& output : outputs) {
+    if (output.data != nullptr) {
+      std::memset(output.data, 0xff, output.bytes);
+    }
+  }
+}
+
+// A failure must not end here as the device's: on a GPU only the communicator is lost.
+void run(void* context) {
+  const Job& job = *static_cast<Job*>(context);
+  try {
+    job.communicator->run_alone(job.work.call, [&] { job.work.body(*job.communicator); });
+  } catch (const Aborted&) {
+    spoil(job.work.outputs);
+  } catch (const Failure& failure) {
+    spoil(job.work.outputs);
+    report(failure.what());
+  }
+}
+
+void drop(void* context) { delete static_cast<Job*>(context); }
+
+}  // namespace
+
+void enqueue(const std::shared_ptr<Communicator>& communicator, cudaStream_t stream, Work work) {
+  communicator->check();
+  const char* const name = work.name;
+  communicator->order().enqueue(stream, [&] {
+    const StandinWork standin_work{"collective", name, run, drop,
+                                   new Job{communicator, std::move(work)}};
+    const cudaError_t error = standin_enqueue(stream, &standin_work);
+    if (error != cudaSuccess) {
+      throw Failure(ncclUnhandledCudaError, std::string(name) + ": " + cudaGetErrorString(error));
+    }
+  });
+  communicator->check();
+}
+
+}  // namespace standin

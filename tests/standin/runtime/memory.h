@@ -1,0 +1,65 @@
+// Memory of the devices and pinned memory of the host: all of it is this process's own.
+//
+// New and freed memory is filled with 0xff, which is NaN or -1, so that whoever reads what nobody
+// has written gets a wrong result. All allocations are known, so that kernels can be checked to
+// stay within them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <optional>
+
+namespace standin {
+
+constexpr int kHostDevice = -1;  // of pinned memory
+
+enum class Origin {
+  kOwn,         // freed by cudaFree() and the like
+  kRegistered,  // the caller's own, by cudaHostRegister()
+  kPool,        // of cudaMallocAsync()
+  kGraph        // of cudaMallocAsync() in a capture; it lives as long as the graph
+};
+
+struct Allocation {
+  uintptr_t begin = 0;
+  size_t size = 0;
+  int device = kHostDevice;
+  Origin origin = Origin::kOwn;
+  bool is_free_enqueued = false;  // by cudaFreeAsync()
+
+  uintptr_t end() const { return begin + size; }
+};
+
+class Memory {
+ public:
+  static Memory& get();
+
+  // Allocates memory of a device, or of the host; no bytes are null.
+  cudaError_t allocate(void** pointer, size_t size, int device, Origin origin = Origin::kOwn);
+
+  // Makes memory of the caller pinned.
+  cudaError_t add_registered(void* pointer, size_t size);
+
+  cudaError_t release(void* pointer);
+
+  // Notes that the free of an allocation of the pool is enqueued; false if it was already.
+  bool mark_free(void* pointer);
+
+  // Returns the allocation that holds an address.
+  std::optional<Allocation> find(const void* pointer);
+
+  size_t num_used(int device);
+
+ private:
+  std::mutex mutex_;
+  std::map<uintptr_t, Allocation> all_;  // by their first address
+  std::map<int, size_t> used_;           // bytes, by device
+};
+
+void fill_with_poison(void* pointer, size_t size);
+
+}  // namespace standin
