@@ -24,13 +24,14 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/
     tests/emulation/*.cpp tests/emulation/*.h tests/emulation/*/*.cpp tests/emulation/*/*.h \
     tests/sanitizer/*.cpp benchmarks/*.cpp)
 
-.PHONY: help install demo test hidden bench gpu-check sanitize works record-works docs lint format \
+.PHONY: help install demo test standin hidden bench gpu-check sanitize works record-works docs lint format \
     wheel sdist wheels manylinux try-wheel clean
 
 help:
 	@echo "make install    build and install into the virtual environment"
 	@echo "make demo       train on real data in two processes and show the result"
 	@echo "make test       check format, lint and types, and run every test"
+	@echo "make standin    run the tests of CUDA without a GPU, on a stand-in for the CUDA runtime"
 	@echo "make hidden     run the tests of layers without the CPU operators, as other devices do"
 	@echo "make bench      measure this machine, draw the results, write the README's table"
 	@echo "make works      run what the table in docs/pytorch2.md shows, with two torches, and write it"
@@ -75,6 +76,17 @@ test: STRICT := CPPFLAGS="$(CPPFLAGS) -Werror" \
     NVCC_APPEND_FLAGS="$(NVCC_APPEND_FLAGS) -Werror=all-warnings -Xcompiler=-Werror"
 test: lint $(VENV)/syncbn.stamp
 	$(BIN)/pytest
+
+# Each mode finds other mistakes: docs/standin.md. Its own tests come first.
+STANDIN := $(BIN)/python tests/standin/run.py $(BIN)/pytest
+STANDIN_TESTS ?= tests
+standin: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
+	$(STANDIN) tests/standin
+	$(STANDIN) -m cuda $(STANDIN_TESTS)
+	STANDIN_STREAMS=async $(STANDIN) -m cuda tests/cuda tests/layer tests/ranks
+	STANDIN_STREAMS=late $(STANDIN) -m cuda tests/cuda tests/layer tests/ranks
+	STANDIN_DEVICES=2 $(STANDIN) -m cuda tests/cuda
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(STANDIN) -m cuda tests/operators
 
 # A subset is drawn but leaves the README alone.
 bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp

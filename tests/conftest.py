@@ -140,19 +140,17 @@ def three_ranks(ranks: Callable[..., Ranks]) -> Ranks:
     return ranks(3)
 
 
-FROM_SOURCE = pytest.param("source", marks=pytest.mark.any_torch)
+@pytest.fixture(scope="session", params=[pytest.param("source", marks=pytest.mark.any_torch)])
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The CUDA kernels on emulated threads, as a host compiler builds them."""
+    return emulated.build(tmp_path_factory.mktemp("kernels"))
 
 
-@pytest.fixture(
-    scope="session", params=[FROM_SOURCE] if emulated.IS_SANITIZED else [FROM_SOURCE, "ptx"]
-)
-def library(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> ctypes.CDLL:
-    """The CUDA kernels on emulated threads, as a host compiler builds them and as nvcc does."""
-    folder = tmp_path_factory.mktemp("kernels")
-    if request.param == "source":
-        return emulated.build(folder)
+@pytest.fixture(scope="session")
+def ptx_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The CUDA kernels on emulated threads, as nvcc builds them."""
+    if emulated.IS_SANITIZED:
+        pytest.skip("the sanitizer checks the kernels that a host compiler builds")
     from tools import cuda  # takes the time that torch takes to look for CUDA
 
     nvcc = cuda.find("bin/nvcc")
@@ -161,7 +159,8 @@ def library(
     version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
     if "release 13." not in version:
         pytest.skip(f"expected nvcc 13, whose launches cuda_runtime.cpp knows, but got {version}")
-    return emulated.build_ptx(folder, nvcc, os.environ.get("SYNCBN_PTX_ARCH", "80"))
+    architecture = os.environ.get("SYNCBN_PTX_ARCH", "80")
+    return emulated.build_ptx(tmp_path_factory.mktemp("kernels"), nvcc, architecture)
 
 
 @pytest.fixture(scope="session")

@@ -111,7 +111,8 @@ def find_device() -> tuple[str, str]:
 def stages(output: Path) -> list[list[Part]]:
     """Return stages of parts that run in parallel; the benchmark is a stage of its own."""
     python = sys.executable
-    env = {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT)]  # what is given comes first
+    env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     build_env = {**env, "SYNCBN_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ""}  # this GPU only
     # The cache of another machine's run is useless; a hanging test shows its stack.
     pytest = [python, "-m", "pytest", "-m", "cuda", "--require-cuda", "-v", "-ra"]

@@ -8,13 +8,14 @@
 namespace syncbn {
 
 // Merges `count` values of one channel with another set; `share` is the other set's share of the
-// merged set. Channels with equal counts share one division.
+// merged set. Channels with equal counts share one division. The square of a large delta may be
+// infinite, but not with a count of 0.
 template <typename A>
 SYNCBN_HOST_DEVICE inline void merge_channel(A& mean, A& m2, A count, A other_mean, A other_m2,
                                              A share) {
   const A delta = other_mean - mean;
   mean += delta * share;
-  m2 += other_m2 + delta * delta * count * share;
+  m2 += other_m2 + delta * (delta * (count * share));
 }
 
 template <typename A>

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from cases import make_input
+from cuda_device import IS_STANDIN
 from torch import nn
 
 from benchmarks import launches
@@ -165,6 +166,7 @@ def test_step_that_the_scaler_skips(each_device):
 
 
 @pytest.mark.filterwarnings("ignore")  # inductor's own, of several kinds
+@pytest.mark.skipif(IS_STANDIN, reason="Triton, which this needs, compiles for GPUs alone")
 @pytest.mark.cuda
 @pytest.mark.usefixtures("on_cuda")
 def test_reduce_overhead_equals_eager():

@@ -200,7 +200,7 @@ def test_mixed_devices_are_an_error(name):
     for index, value in enumerate(args[1:], 1):
         if isinstance(value, torch.Tensor):
             mixed = (*args[:index], value.cpu(), *args[index + 1 :])
-            with pytest.raises(RuntimeError, match=f"^{operator(name).name()}: .* on the device"):
+            with pytest.raises(RuntimeError, match="the device of (input|the other tensors)"):
                 run(name, mixed)
 
 

@@ -177,6 +177,14 @@ def test_matches_float64(library, check, shape, layout, dtype):
     check(library, placed(x, 0), placed(make_input(shape, layout, dtype, mean=0.1, seed=1), 0))
 
 
+@pytest.mark.parametrize("check", [check_stats, check_backward_reduce])
+@pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
+def test_reductions_of_ptx_in_any_order_of_blocks(ptx_library, check, shape, layout, dtype):
+    """Tests of the stand-in for CUDA run all else that nvcc makes, in one order."""
+    x = make_input(shape, layout, dtype)
+    check(ptx_library, placed(x, 0), placed(make_input(shape, layout, dtype, mean=0.1, seed=1), 0))
+
+
 # The tensors of the input's shape begin this many values past an aligned address.
 OFFSETS = [(1, 1), (2, 2), (1, 0)]
 UNALIGNED_SHAPES = [(13, 5), (700, 24), (5, 3, 7, 7), (9, 3, 28, 28), (2, 5, 31, 37)]
@@ -332,6 +340,16 @@ MANY_SEGMENTS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", MANY_SEGMENTS.values(), ids=MANY_SEGMENTS)
 def test_partial_sums_of_many_segments(library, shape, dtype):
+    check_partial_sums(library, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", MANY_SEGMENTS.values(), ids=MANY_SEGMENTS)
+def test_partial_sums_of_many_segments_in_ptx(ptx_library, shape, dtype):
+    check_partial_sums(ptx_library, shape, dtype)
+
+
+def check_partial_sums(library, shape, dtype):
     device = Device(library, 132, "shuffled")
     generator = torch.Generator().manual_seed(0)
     shape = shape(16 // dtype.itemsize)
@@ -427,13 +445,15 @@ def test_constant_channel_has_no_variance(device, layout, dtype):
 
 
 @pytest.mark.parametrize("shift", [-0.5, 0.0, 20.0])
-@pytest.mark.parametrize("shape", [(8, 3, 5), (64, 3, 400)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 3, 1), (8, 3, 5), (64, 3, 400)], ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_large_values(device, layout, shape, shift):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_values(device, dtype, layout, shape, shift):
     """The bounds of docs/numerics.md, with all values at one of two ends."""
     distance = 9e18 / (shape[0] * shape[2]) ** 0.5
     ends = torch.rand(shape, generator=torch.Generator().manual_seed(0)) < 0.5
-    x = to_layout((ends.double() + shift).mul(distance).float(), layout)
+    ends[0], ends[1] = False, True
+    x = to_layout((ends.double() + shift).mul(distance).to(dtype), layout)
     mean, var = moments(device.batch_norm_stats(x))
     expected_mean, expected_var = reference_moments(x.double() / distance)
     torch.testing.assert_close(mean / distance, expected_mean, rtol=1e-6, atol=1e-6)

@@ -26,10 +26,11 @@ FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}
 def make_batches(sizes=(4, 1, 7, 2), shape=(3, 2, 5), dtype=torch.float64, seed=0):
     """Batches of different sizes, means and scales: their variances' average is another."""
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.randn(size, *shape, generator=generator, dtype=dtype) * (1 + i) + 2 * i
-        for i, size in enumerate(sizes)
-    ]
+    values = (
+        torch.randn(size, *shape, generator=generator, dtype=dtype, device="cpu") for size in sizes
+    )
+    device = torch.get_default_device()
+    return [(batch * (1 + i) + 2 * i).to(device) for i, batch in enumerate(values)]
 
 
 def check_statistics(layer, values, num_batches, **tolerance):

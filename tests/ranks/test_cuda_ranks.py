@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import make_input
+from cuda_device import COMPILER
 from ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -124,7 +125,7 @@ def abort(rank, world_size, compiles):
     layer = SyncBatchNorm(3)
     layer._syncbn = layer._syncbn.with_name("body.bn1")
     x = make_input((4, 3), "contiguous", torch.float32, seed=rank)
-    run = torch.compile(layer) if compiles else layer
+    run = torch.compile(layer, backend=COMPILER) if compiles else layer
     run(x)
     before = {key: value.clone() for key, value in layer.state_dict().items()}
     if rank == 1:
@@ -315,7 +316,7 @@ def compile_and_train(rank, world_size):
     def layer(x, mean, var):
         return sync_batch_norm(x, mean, var, training=True)
 
-    compiled = torch.compile(layer, fullgraph=True)
+    compiled = torch.compile(layer, backend=COMPILER, fullgraph=True)
     errors = []
     for seed in range(2):
         x = make_input((4, 3, 6), "contiguous", torch.float64, seed=2 * seed + rank)

@@ -64,22 +64,27 @@ def is_newer(target: Path, sources: Iterable[Path]) -> bool:
     )
 
 
+def dependencies(target: Path) -> list[Path]:
+    """Return the files that the compiler read for a target and wrote to its list; none if new."""
+    listed = target.with_suffix(".d")
+    words = listed.read_text().replace("\\\n", " ").split()[1:] if listed.exists() else []
+    return [Path(word) for word in words if Path(word).exists()]
+
+
 class Build:
-    """A build in a folder. Each target is made again if a source or a header is newer."""
+    """A build in a folder. A target is made again if a file that it was made of is newer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
-        headers = [STANDIN, EMULATION, ROOT / "csrc"]
-        self.headers = [h for place in headers for h in place.rglob("*.h")] + [Path(__file__)]
 
     def compile(self, sources: Iterable[Path], *flags: str) -> list[Path]:
         """Compile each source file; return the objects."""
 
         def one(source: Path) -> Path:
             target = self.folder / f"{source.parent.name}-{source.name}.o"
-            if not is_newer(target, [source, *self.headers]):
-                run(*COMPILE, *flags, source, "-o", target)
+            if not is_newer(target, [source, *dependencies(target)]):
+                run(*COMPILE, "-MMD", "-MF", target.with_suffix(".d"), *flags, source, "-o", target)
             return target
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -136,11 +141,13 @@ class Build:
         def one(source: Path) -> tuple[Path, Path]:
             launch = self.folder / f"{source.stem}.{architecture}.o"
             translated = self.folder / f"{source.stem}.{architecture}.ptx.cpp"
-            if not is_newer(launch, [source, *self.headers]):
+            if not is_newer(launch, [source, *dependencies(launch)]):
                 keep = self.folder / f"{source.stem}.{architecture}"
                 keep.mkdir(exist_ok=True)
                 nvcc = cuda.find("bin/nvcc")
-                run(nvcc, "-c", *options, "--keep", "--keep-dir", keep, source, "-o", launch)
+                listed = ["-MMD", "-MF", launch.with_suffix(".d")]
+                kept = ["--keep", "--keep-dir", keep]
+                run(nvcc, "-c", *options, *listed, *kept, source, "-o", launch)
                 text = (keep / f"{source.stem}.ptx").read_text()
                 translated.write_text(ptx.translate(text) if ".entry" in text else "")
             return launch, translated

@@ -1,0 +1,8 @@
+"""The CUDA device that tests run on: a GPU, or the stand-in of tests/standin."""
+
+import ctypes
+
+IS_STANDIN = hasattr(ctypes.CDLL(None), "standin_take_log")
+
+# The stand-in has no Triton: there a graph runs as AOTAutograd makes it.
+COMPILER = "aot_eager" if IS_STANDIN else "inductor"
