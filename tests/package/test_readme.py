@@ -23,6 +23,7 @@ DOCUMENTS = [
     "docs/masks.md",
     "docs/numerics.md",
     "docs/pytorch2.md",
+    "docs/standin.md",
     "docs/statistics.md",
     "docs/support.md",
     "docs/tutorial.md",
