@@ -1,6 +1,9 @@
 """Builds, tests and measures on a machine with a GPU: ``make gpu-check OUTPUT=folder``.
 
 Needs torch with CUDA, nvcc, ninja and pytest, and no network. Builds in place and installs nothing.
+Without a GPU ``make standin`` runs the CUDA tests. It does not cover ptxas's code, a GPU's memory
+order, NCCL's network and time.
+
 Each part writes a log and has a time limit, nine minutes in total. A failed part does not stop the
 others; the exit status and summary.txt report it.
 """
@@ -103,7 +106,11 @@ def find_device() -> tuple[str, str]:
     result = subprocess.run([sys.executable, "-c", FIND_DEVICE], capture_output=True, text=True)
     if result.returncode:
         reason = (result.stderr.strip() or "Python was killed").splitlines()[-1]
-        sys.exit(f"gpu-check needs a CUDA device, but {sys.executable} finds none: {reason}")
+        sys.exit(
+            f"gpu-check needs a CUDA device, but {sys.executable} finds none: {reason}\n"
+            "Without a GPU `make standin` runs the CUDA tests; it does not cover ptxas's code, "
+            "a GPU's memory order, NCCL's network and time"
+        )
     capability, name = result.stdout.splitlines()
     return capability, name
 
