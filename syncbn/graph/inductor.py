@@ -100,6 +100,8 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         given: dict[str, Any] = {"weight": weight, "bias": bias, "mask": mask}
         arguments = arguments._replace(**{n: t for n, t in given.items() if t is not None})
         _, _, *running, momentum, eps = arguments.for_operators()
+        if any(vector is not None and _is_expanded(vector) for vector in running[:2]):
+            running = [None, None, None]  # compiled_stats refuses them; no graph could write them
         # A new tensor for each call. Otherwise the compiler would merge calls with equal arguments,
         # such as two layers on one input, and ranks that run uncompiled would wait for the second.
         call = torch.empty(0, device="cpu")
@@ -159,6 +161,10 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         )
 
 
+def _is_expanded(vector: Tensor) -> bool:
+    return vector.dim() == 1 and vector.size(0) > 1 and vector.stride(0) == 0
+
+
 def _sum_over_ranks(
     message: Tensor, group_name: str | None, direction: str, identity: Tensor | None
 ) -> Tensor:
@@ -194,6 +200,8 @@ def _(input: Tensor, *values: Any) -> Tensor:
     step, arguments = _begin(input, *values)
     with step:
         checks.check_training(input, arguments)
+        if step.group is None:
+            formulas.check_input_size(input)
         message = ops.batch_norm_stats(
             tensors.as_dense(input), step.tail, *arguments.for_checks(), mask=arguments.mask
         )

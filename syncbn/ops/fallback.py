@@ -371,10 +371,7 @@ def batch_norm_forward(
     vectors = (weight, bias, running_mean, running_var, num_batches_tracked)
     epilogue = (residual, activation, negative_slope, constants)
     totals = batch_norm_stats(input, None, *vectors, momentum, residual)
-    if input.numel() == input.size(1):
-        raise ValueError(
-            f"Expected more than 1 value per channel when training, got input size {input.size()}"
-        )
+    formulas.check_input_size(input)
     return batch_norm_apply(input, totals, *vectors, momentum, eps, None, None, *epilogue)
 
 

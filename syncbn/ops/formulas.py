@@ -59,6 +59,14 @@ def check_more_than_one_value(totals: Tensor, channels: int) -> None:
         raise ValueError(ONE_VALUE)
 
 
+def check_input_size(input: Tensor) -> None:
+    """Raise ValueError for the input of a single process with one value per channel."""
+    if input.dim() > 1 and input.numel() == input.size(1) > 0:
+        raise ValueError(
+            f"Expected more than 1 value per channel when training, got input size {input.size()}"
+        )
+
+
 def activation_gradient(
     dy: Tensor, z: Tensor, activation: str | None, negative_slope: float, zero: float = 0.0
 ) -> Tensor:

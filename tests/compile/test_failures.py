@@ -77,6 +77,16 @@ MISFITS = {
 }
 
 
+def test_arguments_that_no_graph_can_write_fail_as_in_eager_mode():
+    layer = compiled(SyncBatchNorm(3))
+    with pytest.raises(ValueError, match=r"got input size torch.Size\(\[1, 3, 1\]\)"):
+        layer(torch.rand(1, 3, 1))
+    layer = SyncBatchNorm(3)
+    layer.running_var = torch.ones(1).expand(3)
+    with pytest.raises(ValueError, match="running_var to have memory for each channel"):
+        compiled(layer)(torch.rand(4, 3, 5))
+
+
 def misfit_in_one_graph(rank, world_size, name):
     arguments = {"running_mean": torch.zeros(3), "running_var": torch.ones(3)}
     if rank == 1:

@@ -16,7 +16,7 @@ import sys
 import time
 from pathlib import Path
 
-import build
+import build_standin as build
 
 PLUGIN = "standin_plugin"
 
