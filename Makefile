@@ -22,10 +22,11 @@ TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
 SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* syncbn/*.py* syncbn/*/*.py)
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.h csrc/*/*/*.cu \
     tests/emulation/*.cpp tests/emulation/*.h tests/emulation/*/*.cpp tests/emulation/*/*.h \
-    tests/sanitizer/*.cpp benchmarks/*.cpp)
+    tests/sanitizer/*.cpp tests/standin/*.h tests/standin/*/*.cpp tests/standin/*/*.h \
+    benchmarks/*.cpp)
 
-.PHONY: help install demo test standin hidden bench gpu-check sanitize works record-works docs lint format \
-    wheel sdist wheels manylinux try-wheel clean
+.PHONY: help install demo test standin hidden bench gpu-check sanitize works record-works docs lint \
+    format wheel sdist wheels manylinux try-wheel clean
 
 help:
 	@echo "make install    build and install into the virtual environment"

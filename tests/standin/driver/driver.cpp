@@ -2,8 +2,8 @@
 // stand-in does not need it.
 //
 // Each device has its primary context from the beginning. What torch asks for only when it is told
-// to use it, such as expandable segments, is missing: build_standin.py and the runtime make functions of
-// these names that write their name and fail.
+// to use it, such as expandable segments, is missing: build_standin.py and the runtime make
+// functions of these names that write their name and fail.
 #include <cuda.h>
 
 #include "standin.h"
