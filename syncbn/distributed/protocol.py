@@ -128,7 +128,7 @@ class DeviceStatus:
         """
         if self._device is not None:
             torch.cuda.synchronize(self._device)
-        if self.note[0] == 0 or not (self._cleared is None or self._cleared.query()):
+        if self.note.item() == 0 or not (self._cleared is None or self._cleared.query()):
             return 0.0
         return self.note.item()
 
@@ -365,7 +365,11 @@ class GroupState:
 
         It is the sum of the fingerprints of the pass, negative if a rank has aborted it.
         """
-        return next((found for s in self.statuses.values() if (found := s.read())), 0.0)
+        for status in self.statuses.values():
+            found = status.read()
+            if found != 0:
+                return found
+        return 0.0
 
     def clear_statuses(self) -> None:
         """Clear the notes of all devices."""

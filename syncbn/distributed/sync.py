@@ -64,7 +64,7 @@ class Pass:
         """
         if self.record is not None:
             state = self.record.state
-            if state.is_misaligned or state.statuses:
+            if state.is_misaligned or state.read_statuses() != 0:
                 _raise_earlier_failure(state)
             if self.direction == "forward" and (join := _compat.join_config()) is not None:
                 self._check_join(join)
