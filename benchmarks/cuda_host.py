@@ -1,0 +1,151 @@
+"""Host time of ResNet-50's batch norm layers on two ranks: ``python -m benchmarks.cuda_host``.
+
+Only the 53 layers run, on inputs so small that a GPU waits for its host; the clock stops before
+the device is waited for. Times are microseconds a layer, medians and quartiles of interleaved
+rounds: of the process, all its threads, and of the wall. Counts are a layer's. The parts, which any
+layer consists of, show what CUDA itself takes: less than the stand-in for it in tests/standin, on
+which this runs with STANDIN_KERNELS=skip STANDIN_STREAMS=late STANDIN_DELAY_MS=20000.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import syncbn
+from benchmarks import launches
+from benchmarks.rows import spread
+from benchmarks.timer import Call
+
+# ResNet-50's batch norm layers: the stem's, and for each stage those of its shortcut and blocks.
+STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
+CHANNELS = (64, *(c for w, blocks in STAGES for c in (4 * w, *(w, w, 4 * w) * blocks)))
+IMAGES, HEIGHT, WIDTH = 2, 2, 2
+KINDS: dict[str, Callable[..., nn.Module]] = {
+    "syncbn": syncbn.SyncBatchNorm,
+    "torch": nn.SyncBatchNorm,
+    "torch without waits": nn.SyncBatchNorm,
+    "unsynchronized": nn.BatchNorm2d,
+}
+Key = tuple[str, str]  # of a measurement: a kind, and "forward" or "backward"; or a part
+Times = tuple[float, float]  # seconds of the process and of the wall
+
+
+class Layers(nn.ModuleList):
+    """Layers beside each other, so that nothing else has to run between them."""
+
+    def forward(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Return each layer's output for its input."""
+        return [layer(x) for layer, x in zip(self, inputs, strict=True)]
+
+
+def capture(kind: str) -> contextlib.AbstractContextManager[object]:
+    """Return a context in which torch's layer leaves out what waits, as it does in a capture."""
+    if kind != "torch without waits":
+        return contextlib.nullcontext()
+    return mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def step_calls(kind: str, layers: int, compiler: str) -> dict[Key, Call]:
+    """Return the two halves of a training step, of which the second needs the first."""
+    net = Layers(KINDS[kind](c) for c in CHANNELS[:layers]).cuda()
+    run: Any = torch.compile(net, backend=compiler) if compiler else net
+    shapes = [(IMAGES, c, HEIGHT, WIDTH) for c in CHANNELS[:layers]]
+    inputs = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
+    leaves, grads = [*inputs, *net.parameters()], [torch.ones_like(x) for x in inputs]
+    outputs: list[Tensor] = []
+
+    def forward() -> None:
+        with capture(kind):
+            outputs[:] = run(inputs)
+
+    def backward() -> None:
+        torch.autograd.grad(outputs, leaves, grads)
+
+    return {(kind, "forward"): forward, (kind, "backward"): backward}
+
+
+def part_calls(layers: int) -> dict[Key, Call]:
+    """Return the calls that layers consist of, on eight numbers, as often as there are layers."""
+    x, cpu = torch.ones(8, device="cuda"), torch.ones(8)
+    parts: dict[str, Call] = {
+        "an allocation": lambda: torch.empty_like(x),
+        "an operator of torch": lambda: x.add_(1),
+        "the same on the CPU": lambda: cpu.add_(1),
+        "an all_reduce": lambda: dist.all_reduce(x),
+    }
+    return {(n, "part"): lambda part=p: [part() for _ in range(layers)] for n, p in parts.items()}
+
+
+def clock(call: Call) -> Times:
+    """Return the times of a call, and then wait for the device."""
+    torch.cuda.synchronize()
+    process, wall = time.process_time(), time.perf_counter()
+    call()
+    times = time.process_time() - process, time.perf_counter() - wall
+    torch.cuda.synchronize()
+    return times
+
+
+def count(call: Call) -> dict[str, int]:
+    """Return a call's numbers of launches, waits, allocated tensors and collectives."""
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+    kernels, copies, waits = launches.record_launches(call)
+    allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
+    collectives = sum(name.startswith("nccl") for name in kernels)
+    launched = len(kernels) + len(copies) - collectives
+    return dict(launches=launched, waits=len(waits), tensors=allocated, collectives=collectives)
+
+
+def measure(rank: int, store: str, layers: int, rounds: int, compiler: str) -> None:
+    """Measure on one rank, and print on the first; runs in a spawned process."""
+    if importlib.util.find_spec("standin_plugin"):  # no profiler sees the stand-in's launches
+        importlib.import_module("standin_plugin").count_by_log()
+    if torch.cuda.device_count() == 1:  # which NCCL gives to two ranks if their hosts differ
+        os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
+    torch.set_num_threads(1)
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
+    steps = {k: call for kind in KINDS for k, call in step_calls(kind, layers, compiler).items()}
+    for call in [*steps.values()] * 3:
+        call()
+    counts = {key: count(call) for key, call in steps.items()}
+    calls = {**steps, **part_calls(layers)}
+    samples: dict[Key, list[Times]] = {key: [] for key in calls}
+    for _ in range(rounds):
+        for key, call in calls.items():
+            samples[key].append(clock(call))
+    if rank == 0:
+        print("\n".join(table(samples, counts, layers)), flush=True)
+    dist.destroy_process_group()
+
+
+def table(samples: Any, counts: Any, layers: int) -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield f"{'':32}{'process':24}{'wall':24}"
+    for key, times in samples.items():
+        spreads = [spread([1e6 * s / layers for s in c]) for c in zip(*times, strict=True)]
+        cells = (f"{s.median:.1f} ({s.q1:.1f} to {s.q3:.1f})" for s in spreads)
+        found = (f"{number / layers:g} {what}" for what, number in counts.get(key, {}).items())
+        yield "{:22}{:10}{:24}{:24}".format(*key, *cells) + ", ".join(found)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cuda_host")
+    parser.add_argument("--layers", type=int, default=len(CHANNELS))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--compiler", default="", help="such as aot_eager; eager without it")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        options = (str(Path(folder) / "store"), args.layers, args.rounds, args.compiler)
+        torch.multiprocessing.spawn(measure, options, nprocs=2)
