@@ -10,15 +10,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._library import opaque_object as _opaque
 from torch._subclasses import FakeTensor as FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
+try:
+    from torch._custom_class_base import CustomClassBase as OpaqueBase
+except ImportError:  # before torch 2.15
+
+    class OpaqueBase:  # type: ignore[no-redef]
+        """Nothing."""
+
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["BatchNormBase", "FakeTensor", "without_dispatch_modes"]  # under our names
+# Under our names.
+__all__ = ["BatchNormBase", "FakeTensor", "OpaqueBase", "without_dispatch_modes"]
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -82,6 +92,19 @@ def constant_in_graphs(function: FunctionT) -> FunctionT:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def register_opaque(cls: type[OpaqueBase]) -> str | None:
+    """Have operators take objects of the class; return the type's name in their schemas.
+
+    In a compiled graph such an object is an input that no compiler looks into. None on torch
+    before 2.15, where an object that backward passes need fails under DistributedDataParallel.
+    """
+    if not hasattr(_opaque, "register_custom_class"):
+        return None
+    _opaque.register_custom_class(cls, typ="symbolic")
+    name: str = _opaque.get_opaque_type_name(cls)
+    return name
 
 
 def uncompiled(function: FunctionT, reason: str | None = None) -> FunctionT:

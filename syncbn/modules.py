@@ -163,7 +163,7 @@ class LayerState:
         # The layer's name in its model, from conversion; empty if unknown.
         self.identity = Identity(name)
         # The same for compiled graphs, which would be compiled again for each name.
-        self.identity_tensor = self.identity.as_tensor()
+        self.graph_input = self.identity.as_input()
         # From freeze_statistics: the mode and the flags requires_grad that unfreezing restores.
         self.frozen = frozen
         # The ranks that share a batch; None is all of them.
@@ -185,7 +185,7 @@ class LayerState:
     def with_name(self, name: str) -> "LayerState":
         """Return a copy of another name."""
         identity = Identity(name)
-        return self.replaced(identity=identity, identity_tensor=identity.as_tensor())
+        return self.replaced(identity=identity, graph_input=identity.as_input())
 
     def with_group(self, group: ProcessGroup | None) -> "LayerState":
         """Return a copy of another group."""

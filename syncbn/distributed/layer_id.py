@@ -9,11 +9,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from syncbn import _compat
 
-class Identity:
+
+class Identity(_compat.OpaqueBase):
     """The name of a layer, and two numbers."""
-
-    __slots__ = ("__weakref__", "key", "name", "number")
 
     # The keys of the next layers.
     new_keys: ClassVar[Iterator[int]] = itertools.count(1)
@@ -32,16 +32,25 @@ class Identity:
     def __str__(self) -> str:
         return f"layer {self.name!r}" if self.name else "a layer"
 
-    def as_tensor(self) -> Tensor:
+    def as_input(self) -> "GraphInput":
         """Return the input of :func:`identity_from`, so that layers can share a compiled graph."""
+        if _TYPE is not None:
+            return self
         Identity.by_key[self.key] = self
         with torch.inference_mode(False):  # autograd saves it
             return torch.tensor([self.key, self.number], device="cpu")
 
 
+# An identity where operators of compiled graphs take it, and its type in their schemas. A tensor on
+# the CPU would keep operators on CUDA out of CUDA graphs, of which torch before 2.15 is not aware.
+GraphInput = Identity | Tensor
+_TYPE = _compat.register_opaque(Identity)
+GRAPH_INPUT_TYPE = _TYPE or "Tensor"
+
+
 class _State(Protocol):
     identity: Identity
-    identity_tensor: Tensor
+    graph_input: GraphInput
 
 
 class _Identified(Protocol):
@@ -49,16 +58,16 @@ class _Identified(Protocol):
     def _syncbn(self) -> _State: ...
 
 
-# A pass gets the identity of its layer; in a graph of torch.fx the name; under torch.compile the
-# layer itself, because reading its name would add a guard and compile the graph for each layer.
+# Where a layer is called: itself, in a graph of torch.fx its name, in a pass its identity.
 Layer = Identity | str | _Identified
 
 
 def identity_of(layer: Layer) -> Identity:
     """Return the identity of a layer."""
-    if isinstance(layer, Identity):
-        return layer
-    return identity_named(layer) if isinstance(layer, str) else layer._syncbn.identity
+    if isinstance(layer, str):
+        return identity_named(layer)
+    # Not isinstance(): the class's metaclass is torch's, which takes its time.
+    return layer if type(layer) is Identity else layer._syncbn.identity  # type: ignore[union-attr]
 
 
 def identity_named(name: str) -> Identity:
@@ -69,11 +78,13 @@ def identity_named(name: str) -> Identity:
     return Identity(name, -_number(name)) if name else ANONYMOUS
 
 
-def identity_from(tensor: Tensor | None = None) -> Identity:
-    """Return the identity that was made into a tensor; :data:`ANONYMOUS` for None."""
-    if tensor is None:
+def identity_from(given: GraphInput | None = None) -> Identity:
+    """Return the identity that was made an input of a graph; :data:`ANONYMOUS` for None."""
+    if given is None:
         return ANONYMOUS
-    key, number = tensor.tolist()
+    if not isinstance(given, Tensor):
+        return given
+    key, number = given.tolist()
     identity = Identity.by_key.get(key)
     if identity is None:  # the layer was deleted before the backward pass of its graph
         identity = Identity("", key)

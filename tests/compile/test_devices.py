@@ -1,0 +1,82 @@
+"""From torch 2.15 on, no operator of a compiled graph takes tensors of two devices.
+
+Inductor would keep it out of CUDA graphs: four cuts a layer under ``mode="reduce-overhead"``. Torch
+before 2.15 does not look for such operators, and layers have a CPU tensor for an identity there.
+"""
+
+import pytest
+import torch
+from compiling import small
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses import FakeTensorMode
+
+from syncbn import convert_sync_batchnorm
+from syncbn.distributed.layer_id import GRAPH_INPUT_TYPE
+
+DEVICES = [{"cuda"}, {"cpu", "cuda"}] if GRAPH_INPUT_TYPE == "Tensor" else [{"cuda"}]
+
+# torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+
+def devices_by_node(graph):
+    """The devices of the tensors that each call of ours takes and makes."""
+    found = {}
+    for node in graph.graph.nodes:
+        # An operator that writes to its arguments is an argument of a higher one.
+        if node.op == "call_function" and "syncbn" in f"{node.target} {node.args}":
+            values = [other.meta.get("val") for other in (*node.all_input_nodes, node)]
+            tensors = [v for v in torch.utils._pytree.tree_leaves(values) if torch.is_tensor(v)]
+            found[str(node)] = {tensor.device.type for tensor in tensors}
+    return found
+
+
+class Watcher:
+    """A compiler that notes the devices in each graph."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, graph, inputs):
+        self.seen.append(devices_by_node(graph))
+        return graph.forward
+
+
+def watched(forward, backward):
+    torch._dynamo.reset()
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), *small()))
+    backend = aot_autograd(fw_compiler=forward, bw_compiler=backward)
+    return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def trace_forward(rank, world_size):
+    watcher = Watcher()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, torch.device("cuda"), torch.no_grad():  # autograd would ask for a GPU
+        watched(watcher, watcher)(torch.randn(4, 3, 6, 6))
+    return watcher.seen
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA cannot start in a fork")
+def test_forward(compiling_ranks):
+    for (graph,) in compiling_ranks.run(trace_forward):
+        assert len(graph) >= 9, graph  # three layers: statistics, wait and update
+        assert all(devices in DEVICES for devices in graph.values()), graph
+
+
+def train_step(rank, world_size):
+    forward, backward = Watcher(), Watcher()
+    watched(forward, backward)(torch.randn(4, 3, 6, 6)).sum().backward()
+    return forward.seen + backward.seen
+
+
+@pytest.mark.cuda
+def test_both_directions(ranks):
+    for forward, backward in ranks(2, "nccl", "cuda").run(train_step):
+        assert len(forward) >= 9 and len(backward) >= 6, (forward, backward)
+        for graph in (forward, backward):
+            assert all(devices in DEVICES for devices in graph.values()), graph
