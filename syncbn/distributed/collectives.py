@@ -128,12 +128,10 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
         TypeError: ``process_group`` is not a group.
         ValueError: This rank is not a member of the group.
     """
-    if not _AVAILABLE:
-        return None
     # An explicit group works without a default group.
-    group = dist.group.WORLD if process_group is None else process_group
-    if group is None:  # torch.distributed is not initialized
+    if not _AVAILABLE or (process_group is None and not dist.is_initialized()):
         return None
+    group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, ProcessGroup):
         checked_group(group)
     if isinstance(group, int):
@@ -142,7 +140,7 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
             "torch.distributed.new_group, or the mesh, has no group for it. Give each rank a group "
             "that it is in, or do not run this layer on it in training mode"
         )
-    return group if group.size() > 1 else None
+    return group if group is not None and group.size() > 1 else None
 
 
 def is_member(process_group: ProcessGroup | None) -> bool:
