@@ -1,10 +1,10 @@
 """Host time of ResNet-50's batch norm layers on two ranks: ``python -m benchmarks.cuda_host``.
 
-Only the 53 layers run, on inputs so small that a GPU waits for its host; the clock stops before
-the device is waited for. Times are microseconds a layer, medians and quartiles of interleaved
-rounds: of the process, all its threads, and of the wall. Counts are a layer's. The parts, which any
-layer consists of, show what CUDA itself takes: less than the stand-in for it in tests/standin, on
-which this runs with STANDIN_KERNELS=skip STANDIN_STREAMS=late STANDIN_DELAY_MS=20000.
+Only the layers run, on inputs so small that a GPU waits for its host; the clock stops before the
+device is waited for. Times are microseconds a layer, medians and quartiles of interleaved rounds:
+of the process with all its threads, and of the wall. Counts are a layer's. The parts show what CUDA
+itself takes: on the stand-in for it, in tests/standin, other times than on a GPU. There this runs
+with STANDIN_KERNELS=skip STANDIN_STREAMS=late STANDIN_DELAY_MS=20000.
 """
 
 import argparse
@@ -14,13 +14,13 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 import syncbn
 from benchmarks import launches
@@ -30,15 +30,13 @@ from benchmarks.timer import Call
 # ResNet-50's batch norm layers: the stem's, and for each stage those of its shortcut and blocks.
 STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
 CHANNELS = (64, *(c for w, blocks in STAGES for c in (4 * w, *(w, w, 4 * w) * blocks)))
-IMAGES, HEIGHT, WIDTH = 2, 2, 2
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "syncbn": syncbn.SyncBatchNorm,
     "torch": nn.SyncBatchNorm,
     "torch without waits": nn.SyncBatchNorm,
     "unsynchronized": nn.BatchNorm2d,
 }
-Key = tuple[str, str]  # of a measurement: a kind, and "forward" or "backward"; or a part
-Times = tuple[float, float]  # seconds of the process and of the wall
+Key = tuple[str, str]  # a kind, and "forward" or "backward"; or the name of a part
 
 
 class Layers(nn.ModuleList):
@@ -49,24 +47,20 @@ class Layers(nn.ModuleList):
         return [layer(x) for layer, x in zip(self, inputs, strict=True)]
 
 
-def capture(kind: str) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which torch's layer leaves out what waits, as it does in a capture."""
-    if kind != "torch without waits":
-        return contextlib.nullcontext()
-    return mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
-
-
 def step_calls(kind: str, layers: int, compiler: str) -> dict[Key, Call]:
     """Return the two halves of a training step, of which the second needs the first."""
     net = Layers(KINDS[kind](c) for c in CHANNELS[:layers]).cuda()
     run: Any = torch.compile(net, backend=compiler) if compiler else net
-    shapes = [(IMAGES, c, HEIGHT, WIDTH) for c in CHANNELS[:layers]]
-    inputs = [torch.randn(shape, device="cuda", requires_grad=True) for shape in shapes]
+    shapes = [(2, c, 2, 2) for c in CHANNELS[:layers]]
+    inputs = [torch.randn(shape, device="cuda").requires_grad_() for shape in shapes]
     leaves, grads = [*inputs, *net.parameters()], [torch.ones_like(x) for x in inputs]
     outputs: list[Tensor] = []
+    # torch's layer leaves out what waits in a capture.
+    as_captured = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
+    context: Any = as_captured if kind == "torch without waits" else contextlib.nullcontext()
 
     def forward() -> None:
-        with capture(kind):
+        with context:
             outputs[:] = run(inputs)
 
     def backward() -> None:
@@ -84,11 +78,16 @@ def part_calls(layers: int) -> dict[Key, Call]:
         "the same on the CPU": lambda: cpu.add_(1),
         "an all_reduce": lambda: dist.all_reduce(x),
     }
-    return {(n, "part"): lambda part=p: [part() for _ in range(layers)] for n, p in parts.items()}
+    return {(name, "part"): repeat(part, layers) for name, part in parts.items()}
 
 
-def clock(call: Call) -> Times:
-    """Return the times of a call, and then wait for the device."""
+def repeat(call: Call, times: int) -> Call:
+    """Return several calls as one."""
+    return lambda: [call() for _ in range(times)]
+
+
+def clock(call: Call) -> tuple[float, float]:
+    """Return a call's seconds of the process and of the wall, and then wait for the device."""
     torch.cuda.synchronize()
     process, wall = time.process_time(), time.perf_counter()
     call()
@@ -121,23 +120,23 @@ def measure(rank: int, store: str, layers: int, rounds: int, compiler: str) -> N
         call()
     counts = {key: count(call) for key, call in steps.items()}
     calls = {**steps, **part_calls(layers)}
-    samples: dict[Key, list[Times]] = {key: [] for key in calls}
+    samples: dict[Key, list[tuple[float, float]]] = {key: [] for key in calls}
     for _ in range(rounds):
         for key, call in calls.items():
             samples[key].append(clock(call))
     if rank == 0:
-        print("\n".join(table(samples, counts, layers)), flush=True)
+        print(*table(samples, counts, layers), sep="\n", flush=True)
     dist.destroy_process_group()
 
 
 def table(samples: Any, counts: Any, layers: int) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield f"{'':32}{'process':24}{'wall':24}"
+    yield f"{'':32}{'process':28}wall"
     for key, times in samples.items():
         spreads = [spread([1e6 * s / layers for s in c]) for c in zip(*times, strict=True)]
         cells = (f"{s.median:.1f} ({s.q1:.1f} to {s.q3:.1f})" for s in spreads)
         found = (f"{number / layers:g} {what}" for what, number in counts.get(key, {}).items())
-        yield "{:22}{:10}{:24}{:24}".format(*key, *cells) + ", ".join(found)
+        yield "{:22}{:10}{:28}{:28}".format(*key, *cells) + ", ".join(found)
 
 
 if __name__ == "__main__":
@@ -147,5 +146,4 @@ if __name__ == "__main__":
     parser.add_argument("--compiler", default="", help="such as aot_eager; eager without it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        options = (str(Path(folder) / "store"), args.layers, args.rounds, args.compiler)
-        torch.multiprocessing.spawn(measure, options, nprocs=2)
+        spawn(measure, (f"{folder}/store", args.layers, args.rounds, args.compiler), nprocs=2)

@@ -16,16 +16,15 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
-try:
-    from torch._custom_class_base import CustomClassBase as OpaqueBase
-except ImportError:  # before torch 2.15
-
-    class OpaqueBase:  # type: ignore[no-redef]
-        """Nothing."""
-
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+    OpaqueBase = object
+else:
+    try:
+        from torch._custom_class_base import CustomClassBase as OpaqueBase
+    except ImportError:  # before torch 2.15
+        OpaqueBase = object
 
 # Under our names.
 __all__ = ["BatchNormBase", "FakeTensor", "OpaqueBase", "without_dispatch_modes"]
