@@ -12,8 +12,10 @@ from torch import Tensor
 from syncbn import _compat
 
 
-class Identity(_compat.OpaqueBase):
+class Identity:
     """The name of a layer, and two numbers."""
+
+    __slots__ = ("__weakref__", "key", "name", "number")
 
     # The keys of the next layers.
     new_keys: ClassVar[Iterator[int]] = itertools.count(1)
@@ -35,16 +37,23 @@ class Identity(_compat.OpaqueBase):
     def as_input(self) -> "GraphInput":
         """Return the input of :func:`identity_from`, so that layers can share a compiled graph."""
         if _TYPE is not None:
-            return self
+            return SealedIdentity(self)
         Identity.by_key[self.key] = self
         with torch.inference_mode(False):  # autograd saves it
             return torch.tensor([self.key, self.number], device="cpu")
 
 
+class SealedIdentity(_compat.OpaqueBase):
+    """An identity into which compilers do not look, unlike into one that eager code takes."""
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+
+
 # An identity where operators of compiled graphs take it, and its type in their schemas. A tensor on
 # the CPU would keep operators on CUDA out of CUDA graphs, of which torch before 2.15 is not aware.
-GraphInput = Identity | Tensor
-_TYPE = _compat.register_opaque(Identity)
+GraphInput = SealedIdentity | Tensor
+_TYPE = _compat.register_opaque(SealedIdentity)
 GRAPH_INPUT_TYPE = _TYPE or "Tensor"
 
 
@@ -58,16 +67,16 @@ class _Identified(Protocol):
     def _syncbn(self) -> _State: ...
 
 
-# Where a layer is called: itself, in a graph of torch.fx its name, in a pass its identity.
+# A pass gets the identity of its layer; in a graph of torch.fx the name; under torch.compile the
+# layer itself, because reading its name would add a guard and compile the graph for each layer.
 Layer = Identity | str | _Identified
 
 
 def identity_of(layer: Layer) -> Identity:
     """Return the identity of a layer."""
-    if isinstance(layer, str):
-        return identity_named(layer)
-    # Not isinstance(): the class's metaclass is torch's, which takes its time.
-    return layer if type(layer) is Identity else layer._syncbn.identity  # type: ignore[union-attr]
+    if isinstance(layer, Identity):
+        return layer
+    return identity_named(layer) if isinstance(layer, str) else layer._syncbn.identity
 
 
 def identity_named(name: str) -> Identity:
@@ -82,8 +91,8 @@ def identity_from(given: GraphInput | None = None) -> Identity:
     """Return the identity that was made an input of a graph; :data:`ANONYMOUS` for None."""
     if given is None:
         return ANONYMOUS
-    if not isinstance(given, Tensor):
-        return given
+    if isinstance(given, SealedIdentity):
+        return given.identity
     key, number = given.tolist()
     identity = Identity.by_key.get(key)
     if identity is None:  # the layer was deleted before the backward pass of its graph
