@@ -200,6 +200,27 @@ def test_group_goes_on_after_ranks_heard_of_a_failure_at_different_passes(world,
             assert "rank 1: TypeError: expected input of dtype" in words
 
 
+def fail_and_go_on_at_once(rank, world_size, waits):
+    """Ranks make different passes, and hear of it in the next one, while their devices lag."""
+    layers = [SyncBatchNorm(3), SyncBatchNorm(3)]
+    for number, layer in enumerate(layers):
+        layer._syncbn = layer._syncbn.with_name(f"bn{number}")
+    x = torch.rand(4, 3)
+    layers[0](x)
+    layers[rank % 2](x)
+    if waits:
+        torch.cuda.synchronize()
+    torch.cuda._sleep(10**8)  # the status is cleared behind this
+    with pytest.raises(RuntimeError, match="made another pass in its place"):
+        layers[0](x)
+    return layers[0](x).isfinite().all().item()
+
+
+def test_failure_is_raised_once_though_devices_lag(world):
+    """Over gloo in the very next pass; over NCCL in the first one after the device is done."""
+    assert all(world.run(fail_and_go_on_at_once, world.backend == "nccl"))
+
+
 def fail_last(rank, world_size):
     """Rank 1 fails and makes no further pass; rank 0 does, hears of it, and uses its device."""
     layer = SyncBatchNorm(3)
