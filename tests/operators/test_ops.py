@@ -175,3 +175,17 @@ def test_bad_argument_is_named(each_device, name, index, make, message):
     with pytest.raises(RuntimeError, match=message) as error:
         operator(name)(*args)
     assert ".cpp" not in str(error.value) and ".h:" not in str(error.value)
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("name", ["batch_norm_stats", "batch_norm_backward_reduce"])
+def test_stream_of_each_thread(name):
+    """It has another meaning in each thread, so there a launch's counters are allocated."""
+    args = arguments(name, make_input((64, 4, 28, 28), "contiguous", torch.float32))
+    expected = operator(name)(*args)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.ExternalStream(2)):  # cudaStreamPerThread
+        results = operator(name)(*args)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(results, expected, rtol=0.0, atol=0.0)
