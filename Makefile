@@ -87,6 +87,7 @@ standin: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	STANDIN_STREAMS=async $(STANDIN) -m cuda tests/cuda tests/layer tests/ranks
 	STANDIN_STREAMS=late $(STANDIN) -m cuda tests/cuda tests/layer tests/ranks
 	STANDIN_DEVICES=2 $(STANDIN) -m cuda tests/cuda
+	STANDIN_DEVICES=2 STANDIN_STREAMS=late $(STANDIN) -m cuda tests/ranks -k devices_lag
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(STANDIN) -m cuda tests/operators
 
 # A subset is drawn but leaves the README alone.

@@ -23,7 +23,8 @@ EMULATION = ROOT / "tests" / "emulation"
 CUDA_SOURCES = ROOT / "csrc" / "cuda"
 PRELOADED = ("libcudart.so.13", "libcuda.so.1", "libnccl.so.2")
 
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+# Last: the installed package is tested, not the folder of its sources.
+sys.path += [str(ROOT), str(ROOT / "tests" / "support")]
 import ptx  # noqa: E402
 import torch  # noqa: E402
 from emulated import PTX_FLAGS  # noqa: E402
