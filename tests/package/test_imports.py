@@ -73,6 +73,7 @@ OWN_NAMES = {
     "_syncbn_original",
     "_syncbn_takes_activation",
     "_syncbn_undo",
+    "_tail",
 }
 
 
