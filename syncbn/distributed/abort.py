@@ -7,6 +7,7 @@ have made as many.
 """
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from typing import NamedTuple
@@ -21,6 +22,9 @@ from syncbn.distributed.protocol import GroupState, group_state
 
 # For ranks whose hosts are busy with other work and do not know of the failure yet.
 _ALIGN_TIMEOUT = timedelta(seconds=5)
+# For devices of the other ranks that are not yet where this rank aborts. Over NCCL a collective is
+# only enqueued. If this rank's process ends, or destroys the group, NCCL drops what is not done.
+_SEND_SECONDS = 5.0
 
 
 def abort_pass(
@@ -83,9 +87,11 @@ def _start(
 @_compat.uncompiled
 def _finish(started: _Started) -> None:
     """Wait until the others know that this rank aborts the pass."""
+    deadline = time.monotonic() + _SEND_SECONDS
     with contextlib.suppress(RuntimeError, ValueError):
         if started.aligns:
             align(started.state, started.device, started.text)
+            _wait_until_sent(started.work, deadline)
         elif started.work is not None:
             started.work.wait()
 
@@ -93,7 +99,20 @@ def _finish(started: _Started) -> None:
 def take_part(state: GroupState, size: int, device: torch.device) -> None:
     """Take part in the collective of the other ranks, which aborts it."""
     with contextlib.suppress(RuntimeError, ValueError):
-        collectives.all_reduce_sum(_aborting_message(size, device), state.group)
+        work = collectives.start_sum(_aborting_message(size, device), state.group)
+        if state.is_asynchronous(device):
+            _wait_until_sent(work, time.monotonic() + _SEND_SECONDS)
+        elif work is not None:
+            work.wait()
+
+
+def _wait_until_sent(work: Work | None, deadline: float) -> None:
+    """Wait until a collective over NCCL is done, at most until the deadline.
+
+    ``work.wait()`` would let the device wait instead of the host, and without a bound.
+    """
+    while work is not None and not work.is_completed() and time.monotonic() < deadline:
+        time.sleep(0.001)
 
 
 def _aborting_message(size: int, device: torch.device) -> Tensor:
@@ -179,9 +198,11 @@ def align(
             "ranks have gone on to collectives that are not of SyncBatchNorm layers, such as "
             "those of DistributedDataParallel",
         )
+    work = None
     for size in ahead.sizes[len(ahead.sizes) - num_behind :]:
         if size:
-            collectives.start_sum(_aborting_message(size, device), state.group)
+            work = collectives.start_sum(_aborting_message(size, device), state.group)
+    _wait_until_sent(work, time.monotonic() + _SEND_SECONDS)
     state.store.num_passes = ahead.num_passes
     state.num_alignments += 1
     state.is_misaligned = False
