@@ -25,14 +25,17 @@ def with_layer_and_rank(error: Exception, layer: Identity, group: ProcessGroup |
     return type(error)(f"{error} [{known}]")
 
 
-def of_operator(error: Exception, record: PassRecord) -> Exception:
-    """Return an operator's error, which may be that the ranks' sums are inconsistent."""
+def of_operator(error: Exception, record: PassRecord, *, others_know: bool = True) -> Exception:
+    """Return an operator's error, which may be that the ranks' sums are inconsistent.
+
+    ``others_know`` is whether the other ranks get the same error now, and report their passes.
+    """
     state = record.state
     if isinstance(error, ops.AbortedError):
         error = _aborted(record, state.store.read_abort())
     elif isinstance(error, ops.PassesDifferError):
         own = state.report(record)
-        error = _different(own, state.store.read_different(own))
+        error = _different(own, state.store.read_different(own) if others_know else None)
     else:
         return _of_pass(error, record)
     state.forget()  # as all ranks do

@@ -20,6 +20,7 @@ is one collective each way, and nothing is sent to the store. One case is not co
 sizes have followed a pass, ranks that diverge there meet with different sizes.
 """
 
+import time
 from collections import deque
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -49,6 +50,9 @@ _MAX_RECORDS = 10_000
 # Messages whose sizes are kept; a device queues no more than some thousand launches of its host.
 _MAX_AHEAD = 4096
 _MAX_CHARACTERS = 1000  # of an error, in the store
+# For a device that has yet to come to the last sums, when its rank fails: it must not wait without
+# a bound, because a rank that has failed earlier may be missing in them.
+_DEVICE_SECONDS = 5.0
 
 
 class PassRecord:
@@ -141,6 +145,21 @@ class DeviceStatus:
         self._cleared = torch.cuda.current_stream(self._zero.device).record_event()
 
 
+def _is_computed(totals: Tensor) -> bool:
+    """Whether the sums are there to be read; waits some seconds for a device."""
+    if not totals.is_cuda:
+        return True
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    event = torch.cuda.current_stream(totals.device).record_event()
+    deadline = time.monotonic() + _DEVICE_SECONDS
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
+
+
 def _spread(number: int) -> int:
     """Return a hash of 32 bits, whose sums over two million ranks are exact in float64."""
     return number * 2654435761 % 2**32
@@ -165,7 +184,7 @@ class GroupState:
         self._adds_up = collectives.adds_up(group)
         # Whether profiles show the names of passes.
         self.has_labels = collectives.is_debugging()
-        # The last pass, the next size that this rank sent in it and, on CPUs, its sums.
+        # The last pass, the next size that this rank sent in it, and its sums.
         self.last = PassRecord(self, ANONYMOUS, "forward")
         self.next_size_sent = 0
         self._totals: Tensor | None = None
@@ -265,9 +284,10 @@ class GroupState:
         return other
 
     def keep_totals(self, totals: Tensor, record: PassRecord) -> None:
-        """Keep the sums of a pass, whose tail holds the next sizes; not on CUDA."""
-        if self.last is record and not totals.is_cuda and type(totals) is Tensor:
-            self._totals = totals
+        """Keep the sums of a pass, whose tail holds the next sizes; not those of a CUDA graph."""
+        if self.last is record and type(totals) is Tensor:
+            captures = totals.is_cuda and torch.cuda.is_current_stream_capturing()
+            self._totals = None if captures else totals
 
     def sum_of(self, number: float) -> float:
         """Return the sum of the ranks' numbers, if all of them send this one."""
@@ -311,7 +331,7 @@ class GroupState:
         Some ranks may expect nothing, as after they have replaced a layer. If the other k ranks
         expect s, the sums of next sizes and of their squares are k s and k s².
         """
-        if self._totals is None:
+        if self._totals is None or not _is_computed(self._totals):
             return 0
         next_sizes, squares = self._totals[-2:].tolist()
         if next_sizes == 0 or squares % next_sizes != 0 or next_sizes**2 % squares != 0:
@@ -375,6 +395,15 @@ class GroupState:
         """Clear the notes of all devices."""
         for status in self.statuses.values():
             status.clear()
+
+    def must_settle(self, size: int, device: torch.device) -> bool:
+        """Whether the host must know the last sums before it sends a message of this size."""
+        return (
+            self.is_asynchronous(device)
+            and size not in self.last.sizes
+            and self._totals is not None
+            and not torch.cuda.is_current_stream_capturing()
+        )
 
     def is_asynchronous(self, device: torch.device) -> bool:
         """Whether the host goes on before the sums on this device are known, as over NCCL."""

@@ -142,10 +142,13 @@ class Pass:
         if record is None:
             return
         state, device = record.state, message.device
+        if state.must_settle(message.numel(), device):
+            torch.cuda.current_stream(device).synchronize()
+            _raise_earlier_failure(state)
         try:
             other = state.enter(record, message.numel(), device)
         except (ops.PassesDifferError, ops.AbortedError) as error:
-            raise errors.of_operator(error, record) from None
+            raise self._not_switched(error, device) from None
         except (RuntimeError, ValueError) as error:
             raise errors.of_collective(error, record) from error
         if other is None:
@@ -161,6 +164,16 @@ class Pass:
             raise different
         finally:
             del different  # a frame that holds its own error is a reference cycle
+
+    def _not_switched(self, error: Exception, device: torch.device) -> Exception:
+        """Return the error of a rank that wanted to send another size than the others expected."""
+        record = self.record
+        assert record is not None
+        is_late = record.state.is_asynchronous(device)  # the others hear of it in a later pass
+        error = errors.of_operator(error, record, others_know=not is_late)
+        if is_late:
+            abort.align(record.state, device, record.state.report_abort(error))
+        return error
 
     def wait(self, reduced: Tensor) -> Tensor:
         """Wait for a collective that a graph has started, and return the sums."""
@@ -289,11 +302,11 @@ def _raise_earlier_failure(state: GroupState) -> None:
         report = state.store.read_abort()
         cause = "" if report is None else f"rank {report.rank}: {report.text}"
     state.forget_records()  # they hold the sizes that have followed in that pass
-    reason = (
-        "another rank of the process group aborted it because of an error"
-        if found < 0
-        else "another rank made another pass in its place"
-    )
+    if found > 0:
+        reason = "another rank made another pass in its place"
+    else:
+        reason = "another rank of the process group aborted it because of an error"
+        reason += "" if cause else ", or NCCL lost that rank"
     text = (
         f"{failed} gave NaN: {reason}{cause and f'; {cause}'}; raised in a "
         "later pass because the host does not wait for CUDA: it may be hundreds of launches ahead "

@@ -272,7 +272,8 @@ def test_every_backward_pass_notes_its_status(world, twice):
 def train_without_waiting(rank, world_size):
     layer = SyncBatchNorm(8)
     x = make_input((4, 8, 6, 6), "contiguous", torch.float32, seed=rank).requires_grad_()
-    layer(x).sum().backward()  # the first one compares sizes
+    for _ in range(2):  # no forward pass follows a backward pass before the second step
+        layer(x).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
         layer(x).sum().backward()
