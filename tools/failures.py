@@ -15,17 +15,34 @@ DOCUMENT = ROOT / "docs" / "failures.md"
 BLOCK = "table of failures"
 
 
+HEAD = """\
+| one rank | that rank | the others | over NCCL | what to do |
+|---|---|---|---|---|
+"""
+
+
 def table() -> str:
     """Return the table; faults with the same texts share a row."""
     sys.path.append(str(ROOT / "tests" / "support"))
     rows = dict.fromkeys(map(_row, importlib.import_module("faults").FAULTS))
-    return "| one rank | that rank | the others | what to do |\n|---|---|---|---|\n" + "".join(rows)
+    return HEAD + "".join(rows)
 
 
 def _row(fault: Any) -> str:
     alike = fault.that_rank is fault.others
     that_rank = "same as the others" if alike else fault.that_rank.words
-    return f"| {fault.what} | {that_rank} | {fault.others.words} | {fault.advice} |\n"
+    cells = (fault.what, that_rank, fault.others.words, _over_nccl(fault), fault.advice)
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _over_nccl(fault: Any) -> str:
+    """Return what becomes of the others, and of that rank if it is something else than on CPUs."""
+    if not fault.runs_over_nccl:
+        return "not tested"
+    that_rank, others = fault.that_rank, fault.others
+    if that_rank.over_nccl is None or that_rank is others:
+        return str(others.late.words)
+    return f"{others.late.words}; that rank: {that_rank.late.words}"
 
 
 def main() -> None:

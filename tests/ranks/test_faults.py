@@ -62,6 +62,63 @@ def test_what_becomes_of_the_ranks(fault, where, world_size, mode, started, requ
     check(fault, where, world_size, mode, started[request.node.callspec.id].result())
 
 
+# Over NCCL. Work must not run in the call that enqueues it: hosts go on while devices wait. Torch's
+# watchdog would end the processes, which survive and serve many cases.
+OVER_NCCL = {
+    "STANDIN_STREAMS": "async",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",  # else it holds a failed group for a minute
+}
+NCCL_CASES = [
+    pytest.param(fault, *case, id="-".join(map(str, (fault.name, *case))))
+    for fault in FAULTS
+    for case in fault.cases_over_nccl()
+]
+
+
+def run_in_group_of_its_own(rank, world_size, name, where, mode, folder):
+    dist.destroy_process_group()
+    store = dist.FileStore(f"{folder}/first", world_size)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=world_size)
+    return run(rank, world_size, name, where, mode, folder)
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Processes by their number, on CUDA."""
+    started = {}
+
+    def get(world_size):
+        if world_size not in started:
+            started[world_size] = Ranks(world_size, OVER_NCCL, backend="nccl", device="cuda")
+        return started[world_size]
+
+    yield get
+    for ranks in started.values():
+        ranks.__exit__()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("fault", "where", "world_size", "mode"), NCCL_CASES)
+def test_what_becomes_of_the_ranks_over_nccl(fault, where, world_size, mode, processes, tmp_path):
+    outcomes = processes(world_size).outcomes(
+        run_in_group_of_its_own, fault.name, where, mode, str(tmp_path)
+    )
+    *others, that = outcomes
+    if fault.ends:
+        assert isinstance(that, Failure) and that.message == fault.ends
+        outcomes = others
+    for rank, outcome in enumerate(outcomes):
+        assert not isinstance(outcome, Failure), f"rank {rank}: {outcome} {outcome.text}"
+        fate = (fault.that_rank if outcome is that else fault.others).late
+        error = outcome["error"]
+        assert re.match(fate.pattern, error, re.DOTALL) if fate.pattern else not error, error
+        assert outcome["seconds"] < 30, error
+        assert outcome["renewed"] == "", outcome["renewed"]
+        check_buffers(outcome["before"], outcome["after"])
+
+
 def check(fault, where, world_size, mode, outcomes):
     *others, that = outcomes
     if fault.ends:

@@ -10,6 +10,7 @@ import threading
 import time
 
 import program_faults
+import torch
 import torch.distributed as dist
 from fault_case import (
     CHECKPOINTED,
@@ -79,6 +80,13 @@ def run_out(stage):
 def run_out_before(training, where):
     stage = "backward_reduce" if where == "backward" else "stats"
     training.steps_at(where, lambda: run_out(stage))
+
+
+def run_out_and_end(training, where):
+    try:
+        run_out_before(training, where)
+    except torch.OutOfMemoryError:
+        os._exit(1)  # as an uncaught error does
 
 
 def run_out_after(training, where):
@@ -151,6 +159,18 @@ FAULTS += [
         aborted,
         "catch the errors on all ranks, and continue in a new group",
         where=ANYWHERE,
+    ),
+    Fault(
+        "memory-before-exits",
+        "runs out of memory in the layer, before its collective, and ends by that error",
+        run_out_and_end,
+        gone,
+        aborted,
+        "read the error of the rank that ended; restart from a checkpoint",
+        where=("forward", "backward"),
+        ways=EAGER,
+        leaves=True,
+        ends="exit code 1",
     ),
     Fault(
         "memory-after",

@@ -174,6 +174,7 @@ FAULTS += [
         where=("backward",),
         ways=SELDOM,
         waits=True,
+        stops=True,
     ),
     Fault(
         "detached",

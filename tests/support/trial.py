@@ -64,8 +64,11 @@ def network(channels):
 
 
 def batch(rank, step):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.rand(7, FEATURES, dtype=torch.float64, generator=generator)
+    generator = torch.Generator("cpu").manual_seed(100 * step + rank)
+    x = torch.rand(7, FEATURES, dtype=torch.float64, generator=generator, device="cpu")
+    device = torch.get_default_device()
+    # Only pinned memory is copied without a wait of the host.
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
 
 class Training:
@@ -131,13 +134,19 @@ def run(rank, world_size, fault, where, mode, folder):
     training.step()
     training.step()
     training.before = training.buffers()
-    # Only now: compilers take seconds, more on one rank than on the other.
-    set_timeout(training, fault.timeout)
+    if not is_late():  # where torch's watchdog ends the process at the timeout
+        # Only now: compilers take seconds, more on one rank than on the other.
+        set_timeout(training, fault.timeout)
     last = world_size - 1
     error = ""
     begin = time.monotonic()
     try:
-        (fault.differs if rank == last else fault.others_do)(training, where)
+        if rank == last:
+            fault.differs(training, where)
+        else:
+            fault.others_do(training, where)
+        if is_late():
+            hear(training, goes_on=rank != last or not fault.stops)
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
     seconds = time.monotonic() - begin
@@ -149,9 +158,55 @@ def run(rank, world_size, fault, where, mode, folder):
         "error": error,
         "seconds": seconds,
         "before": training.before,
-        "after": training.buffers(),
+        "after": training.buffers(),  # at last: a device that waits for others has no values
         "renewed": renewed,
     }
+
+
+# Over NCCL, where a host hears of a failure in a later pass.
+
+LATE_STEPS = 8  # after the step of a fault
+DEVICE_SECONDS = 0.5  # by far more than a step takes
+
+
+def is_late():
+    return dist.is_initialized() and dist.get_backend() == "nccl"
+
+
+def has_device_arrived():
+    """Whether the device has done all its work in time. The host never waits without a bound."""
+    event = torch.cuda.current_stream().record_event()
+    deadline = time.monotonic() + DEVICE_SECONDS
+    while not event.query():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def hear(training, goes_on):
+    """Make further steps, in one of which the host may hear of a failure.
+
+    The host looks at its device after each step, and does not wait for it: as a program that reads
+    its loss only when the device has computed it.
+    """
+    arrived = has_device_arrived()
+    for _ in range(LATE_STEPS if goes_on else 0):
+        training.step()
+        arrived = has_device_arrived()
+    if not arrived:
+        raise TimeoutError("the device waits for another rank")
+
+
+def leave_group():
+    """Destroy the group; over NCCL abort it if its collectives cannot end, or have failed."""
+    if not is_late() or has_device_arrived():
+        try:
+            dist.destroy_process_group()
+            return
+        except dist.DistBackendError:  # what a communicator that has failed says to everything
+            pass
+    dist.distributed_c10d._abort_process_group()
 
 
 def set_timeout(training, seconds):
@@ -170,10 +225,11 @@ def renew(rank, survivors, folder):
 
 
 def train_in_new_group(rank, world_size, folder, mode):
+    backend = "nccl" if torch.get_default_device().type == "cuda" else "gloo"
     if dist.is_initialized():
-        dist.destroy_process_group()
+        leave_group()
     dist.init_process_group(
-        "gloo",
+        backend,
         store=dist.FileStore(str(folder / "renewed"), world_size),
         rank=rank,
         world_size=world_size,
