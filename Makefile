@@ -78,17 +78,27 @@ test: STRICT := CPPFLAGS="$(CPPFLAGS) -Werror" \
 test: lint $(VENV)/syncbn.stamp
 	$(BIN)/pytest
 
-# Each mode finds other mistakes: docs/standin.md. Its own tests come first.
+# Each mode finds other mistakes: docs/standin.md. -j2 runs two modes at once.
 STANDIN := $(BIN)/python tests/standin/run.py $(BIN)/pytest
-STANDIN_TESTS ?= tests
-RANKS_OF_CUDA := tests/ranks --ignore=tests/ranks/test_faults.py  # whose streams are async always
-standin: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
+STANDIN_MODES := own inline async late devices memory
+RANKS := tests/ranks --ignore=tests/ranks/test_faults.py# its streams are async in each mode
+.PHONY: standin-build $(STANDIN_MODES:%=standin-%)
+standin: $(STANDIN_MODES:%=standin-%)
+standin-build: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
+	$(BIN)/python tests/standin/run.py true
+$(STANDIN_MODES:%=standin-%): standin-build
+standin-own:
 	$(STANDIN) tests/standin
-	$(STANDIN) -m cuda $(STANDIN_TESTS)
-	STANDIN_STREAMS=async $(STANDIN) -m cuda tests/cuda tests/layer $(RANKS_OF_CUDA)
-	STANDIN_STREAMS=late $(STANDIN) -m cuda tests/cuda tests/layer $(RANKS_OF_CUDA)
+standin-inline:
+	$(STANDIN) -m cuda tests
+standin-async:
+	STANDIN_STREAMS=async $(STANDIN) -m cuda tests/cuda tests/layer $(RANKS)
+standin-late:
+	STANDIN_STREAMS=late $(STANDIN) -m cuda tests/cuda tests/layer $(RANKS)
+standin-devices:
 	STANDIN_DEVICES=2 $(STANDIN) -m cuda tests/cuda
 	STANDIN_DEVICES=2 STANDIN_STREAMS=late $(STANDIN) -m cuda tests/ranks -k devices_lag
+standin-memory:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(STANDIN) -m cuda tests/operators
 
 # A subset is drawn but leaves the README alone.

@@ -180,12 +180,16 @@ class Build:
         installed = Path(spec.submodule_search_locations[0])
         package = self.folder / "packages" / "syncbn"
         package.mkdir(parents=True, exist_ok=True)
+        files = [file for file in installed.iterdir() if not file.name.startswith("_cuda.")]
+        links = {file.name: file for file in [*files, operators]}
         for link in package.iterdir():
-            link.unlink()
-        for file in installed.iterdir():
-            if not file.name.startswith("_cuda."):
-                (package / file.name).symlink_to(file)
-        (package / operators.name).symlink_to(operators)
+            # Another run may be using those that are right.
+            if links.get(link.name) == link.readlink():
+                del links[link.name]
+            else:
+                link.unlink()
+        for name, file in links.items():
+            (package / name).symlink_to(file)
 
 
 def needed(symbols: str) -> set[str]:
