@@ -3,6 +3,7 @@
 #include "../common/operators.h"
 
 namespace syncbn::cpu {
+namespace {
 
 VerifyResults verify_sums(const VerifyArguments& a) {
   const int64_t size = check_verify(a);
@@ -19,6 +20,7 @@ VerifyResults verify_sums(const VerifyArguments& a) {
   return {verified};
 }
 
+}  // namespace
 }  // namespace syncbn::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CPU, m) {

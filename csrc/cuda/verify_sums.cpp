@@ -4,6 +4,7 @@
 #include "adapter.h"
 
 namespace syncbn::cuda {
+namespace {
 
 VerifyResults verify_sums(const VerifyArguments& a) {
   const int64_t size = check_verify(a);
@@ -16,6 +17,7 @@ VerifyResults verify_sums(const VerifyArguments& a) {
   return {verified};
 }
 
+}  // namespace
 }  // namespace syncbn::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(syncbn, CUDA, m) {

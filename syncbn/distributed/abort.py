@@ -22,8 +22,8 @@ from syncbn.distributed.protocol import GroupState, group_state
 
 # For ranks whose hosts are busy with other work and do not know of the failure yet.
 _ALIGN_TIMEOUT = timedelta(seconds=5)
-# For devices of the other ranks that are not yet where this rank aborts. Over NCCL a collective is
-# only enqueued. If this rank's process ends, or destroys the group, NCCL drops what is not done.
+# For devices of other ranks that have not come to the aborted pass. Over NCCL a collective is only
+# enqueued. If this rank's process ends, or destroys the group, NCCL drops unfinished collectives.
 _SEND_SECONDS = 5.0
 
 

@@ -50,8 +50,8 @@ class SealedIdentity(_compat.OpaqueBase):
         self.identity = identity
 
 
-# An identity where operators of compiled graphs take it, and its type in their schemas. A tensor on
-# the CPU would keep operators on CUDA out of CUDA graphs, of which torch before 2.15 is not aware.
+# An identity where operators of compiled graphs take it, and its type in their schemas. From torch
+# 2.15 on, Inductor keeps an operator that takes tensors of the CPU and of CUDA out of CUDA graphs.
 GraphInput = SealedIdentity | Tensor
 _TYPE = _compat.register_opaque(SealedIdentity)
 GRAPH_INPUT_TYPE = _TYPE or "Tensor"
