@@ -1,5 +1,6 @@
 """What NCCL leaves undefined, the stand-in's NCCL refuses: soon, and in words."""
 
+import contextlib
 import os
 import threading
 import time
@@ -84,7 +85,8 @@ def test_ranks_with_different_roots():
 def sends_less(meeting):
     communicator = meeting.join()
     if meeting.rank == 0:
-        communicator.send(Buffer([1.0] * 3), 1)
+        with contextlib.suppress(NcclError):  # which it gets if the other rank has come first
+            communicator.send(Buffer([1.0] * 3), 1)
         return communicator.wait_for_error()
     buffer = Buffer([1.0] * 4)
     with pytest.raises(NcclError) as caught:
