@@ -48,7 +48,7 @@ class Layers(nn.ModuleList):
 
 
 def step_calls(kind: str, layers: int, compiler: str) -> dict[Key, Call]:
-    """Return the two halves of a training step, of which the second needs the first."""
+    """Return the two halves of a training step, forward and backward."""
     net = Layers(KINDS[kind](c) for c in CHANNELS[:layers]).cuda()
     run: Any = torch.compile(net, backend=compiler) if compiler else net
     shapes = [(2, c, 2, 2) for c in CHANNELS[:layers]]

@@ -124,7 +124,7 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
       "-> Tensor grad_input");
 
   // Returns sums without their tail, verified.
-  //   sums      [n+3]: n values, the last of which is the count, and the sum of tails.
+  //   sums      [n+3]: n-1 values, the count, and the sum of tails.
   //   other_tail_sum
   //             a second value that the sum of tails may have.
   //   verified  [n]; on CUDA, NaN if the sums are inconsistent.

@@ -183,7 +183,7 @@ class Build:
         files = [file for file in installed.iterdir() if not file.name.startswith("_cuda.")]
         links = {file.name: file for file in [*files, operators]}
         for link in package.iterdir():
-            # Another run may be using those that are right.
+            # A right link stays: another run may be using it.
             if links.get(link.name) == link.readlink():
                 del links[link.name]
             else:
@@ -207,7 +207,7 @@ def defined(objects: Iterable[Path]) -> set[str]:
 
 
 def build() -> Path:
-    """Build what is not up to date, and return the folder."""
+    """Build all targets that are not up to date, and return the folder."""
     made = Build(ROOT / "build" / f"standin-{torch.__version__}")
     made.preloaded(PRELOADED[0], "runtime", r"(?:__)?cuda[A-Z]\w+", PRELOADED[0], *CUDA_HEADERS)
     made.preloaded(PRELOADED[1], "driver", r"cu[A-Z]\w+", "", *CUDA_HEADERS)

@@ -28,7 +28,7 @@ struct Deferred {
 };
 
 // Enqueues work on the current stream of a device. If it runs within this call, then its errors are
-// raised here, as a GPU's host checks arguments, but for those that a GPU finds in its kernel.
+// raised here, as on a GPU, whose host checks arguments. Errors of a GPU's kernels fail the device.
 void enqueue(Deferred work, c10::Device device);
 
 // Computes results on the CPU now.

@@ -1,4 +1,4 @@
-// The device of a call, and what a GPU does with tensors of other devices.
+// Finds the device of a call, and refuses tensors of other devices as CUDA's operators do.
 #pragma once
 
 #include <c10/core/Device.h>

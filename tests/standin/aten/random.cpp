@@ -1,4 +1,4 @@
-// How an operator's generator follows from that of the device.
+// An operator's CPU generator is seeded from the CUDA generator of the device.
 #include "random.h"
 
 #include <ATen/CPUGeneratorImpl.h>

@@ -42,7 +42,7 @@ const std::set<std::string> kStay = {
 // torch has one kernel of these for all devices, which would call cuDNN.
 const std::set<std::string> kComposite = {"aten::convolution"};
 
-// Attention is composed of other operators then: the CPU has none of those that are fused.
+// Attention is then composed of other operators, because the CPU has no fused ones.
 void disable_fused_attention() {
   at::globalContext().setSDPUseFlash(false);
   at::globalContext().setSDPUseMemEfficient(false);

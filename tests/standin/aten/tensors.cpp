@@ -1,4 +1,4 @@
-// How the tensors are made that stand for one of CUDA.
+// Makes the replacements of CUDA tensors.
 #include "tensors.h"
 
 #include <ATen/EmptyTensor.h>

@@ -1,4 +1,4 @@
-// Tensors that stand for one of CUDA: on the CPU at the same address, or without memory.
+// Replacements of CUDA tensors: CPU tensors at the same address, or tensors without memory.
 #pragma once
 
 #include <ATen/core/List.h>

@@ -31,7 +31,7 @@ STANDIN_API CUresult cuGetErrorString(CUresult result, const char** words) {
   return CUDA_SUCCESS;
 }
 
-// torch 2.15 asks for the driver's messages, of which there are none.
+// torch 2.15 asks for the driver's messages. The stand-in has none.
 STANDIN_API CUresult cuLogsRegisterCallback(CUlogsCallback, void*, CUlogsCallbackHandle* handle) {
   *handle = nullptr;
   return CUDA_SUCCESS;
