@@ -5,13 +5,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import emulated
-import hidden
-import paths as paths  # finds benchmarks and tools
 import pytest
 import torch
-from ranks import Ranks
-from recorder import Recorder
+from support import emulated, hidden
+from support import paths as paths  # finds benchmarks and tools
+from support.ranks import Ranks
+from support.recorder import Recorder
 
 from syncbn.ops import _extension
 

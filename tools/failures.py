@@ -23,8 +23,8 @@ HEAD = """\
 
 def table() -> str:
     """Return the table; faults with the same texts share a row."""
-    sys.path.append(str(ROOT / "tests" / "support"))
-    rows = dict.fromkeys(map(_row, importlib.import_module("faults").FAULTS))
+    sys.path.append(str(ROOT / "tests"))
+    rows = dict.fromkeys(map(_row, importlib.import_module("support.faults").FAULTS))
     return HEAD + "".join(rows)
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from compiling import (
+from support.compiling import (
     Backend,
     Branches,
     Residual,

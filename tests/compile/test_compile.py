@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from cases import make_input
-from compiling import (
+from support.cases import make_input
+from support.compiling import (
     Backend,
     Gan,
     Residual,
@@ -20,7 +20,7 @@ from compiling import (
     small,
     step,
 )
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

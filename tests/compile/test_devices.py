@@ -6,7 +6,7 @@ before 2.15 does not look for such operators, and layers have a CPU tensor for a
 
 import pytest
 import torch
-from compiling import small
+from support.compiling import small
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses import FakeTensorMode

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import make_input
+from support.cases import make_input
 from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from fusing import ACTIVATIONS, make_operands
+from support.fusing import ACTIVATIONS, make_operands
 from torch import nn
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, fuse_activations

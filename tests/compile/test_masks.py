@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import make_input, make_mask
-from fusing import FUSED, make_operands
+from support.cases import make_input, make_mask
+from support.fusing import FUSED, make_operands
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 DOCUMENT = ROOT / "docs" / "pytorch2.md"
 PROGRAM = re.compile(r"^### (.*)\n(?:(?!^#).*\n)*?```python\n((?:.*\n)*?)```", re.MULTILINE)

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from compiling import Backend, Swish, assert_equal, batch, build, compiled, step, swishes
+from support.compiling import Backend, Swish, assert_equal, batch, build, compiled, step, swishes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

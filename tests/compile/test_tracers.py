@@ -5,8 +5,8 @@ import re
 
 import pytest
 import torch
-from cases import make_input
-from ranks import Ranks
+from support.cases import make_input
+from support.ranks import Ranks
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel

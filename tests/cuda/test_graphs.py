@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from cases import make_input
+from support.cases import make_input
 from torch import nn
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops

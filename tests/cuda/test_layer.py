@@ -4,8 +4,8 @@ import copy
 
 import pytest
 import torch
-from cases import make_input
-from cuda_device import IS_STANDIN
+from support.cases import make_input
+from support.cuda_device import IS_STANDIN
 from torch import nn
 
 from benchmarks import launches

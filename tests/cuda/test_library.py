@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from paths import ROOT
+from support.paths import ROOT
 
 import syncbn
 from syncbn.ops import _extension, fallback

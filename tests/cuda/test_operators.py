@@ -5,7 +5,7 @@ That they agree with float64, and opcheck, is tested where the CPU operators are
 
 import pytest
 import torch
-from cases import (
+from support.cases import (
     OPS,
     all_cases,
     arguments,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from emulated import EMULATION, ORDERS, PLAIN, SANITIZED, compile_cxx
+from support.emulated import EMULATION, ORDERS, PLAIN, SANITIZED, compile_cxx
 
 pytestmark = pytest.mark.any_torch
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import (
+from support.cases import (
     DTYPES,
     layouts,
     make_input,
@@ -13,8 +13,8 @@ from cases import (
     sum_tolerance,
     to_layout,
 )
-from emulated import MULTIPROCESSORS, ORDERS, Device, placed, statistics, totals_of
-from fusing import (
+from support.emulated import MULTIPROCESSORS, ORDERS, Device, placed, statistics, totals_of
+from support.fusing import (
     ACTIVATIONS,
     FUSED,
     NAMES,

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from cases import (
+from support.cases import (
     DTYPES,
     SHAPES,
     assert_normalized_close,
@@ -19,7 +19,7 @@ from cases import (
     reference_moments,
     to_layout,
 )
-from emulated import MULTIPROCESSORS, Device, on_all_devices, placed, totals_of
+from support.emulated import MULTIPROCESSORS, Device, on_all_devices, placed, totals_of
 
 EPS = 1e-5
 

@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from ptx import RULES
-from ptx_samples import kernel, load
+from support.ptx import RULES
+from support.ptx_samples import kernel, load
 
 
 def bits_of(kind):

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import make_input, reference_moments
-from emulated import Device, on_all_devices
+from support.cases import make_input, reference_moments
+from support.emulated import Device, on_all_devices
 
 FIRST = 77.0
 TAIL = torch.tensor([FIRST, 12.0, 144.0], dtype=torch.float64)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import (
+from support.cases import (
     DTYPES,
     EMPTY_SHAPES,
     assert_normalized_close,
@@ -16,7 +16,7 @@ from cases import (
     reduced_dims,
     reference_moments,
 )
-from emulated import IS_SANITIZED, Device, on_all_devices, totals_of
+from support.emulated import IS_SANITIZED, Device, on_all_devices, totals_of
 
 EPS = 1e-5
 

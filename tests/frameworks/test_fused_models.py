@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fused_models import assert_same, fuse_a_copy
+from support.fused_models import assert_same, fuse_a_copy
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import (

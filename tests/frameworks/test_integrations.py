@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 import torch
-from paths import ROOT
-from ranks import Ranks
+from support.paths import ROOT
+from support.ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from support.ranks import Ranks
 
 from syncbn import SyncBatchNorm
 

@@ -4,10 +4,10 @@ Both are measured on the whole batch. Twice, because either error is a maximum o
 roundings; what is systematic (an accumulator too short) shows as 5 to 100 times.
 """
 
-import hidden
 import pytest
 import torch
-from cases import make_input, make_vector
+from support import hidden
+from support.cases import make_input, make_vector
 from torch import nn
 
 from syncbn import SyncBatchNorm

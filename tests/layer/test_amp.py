@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from cases import make_input
+from support.cases import make_input
 from torch import nn
 
 from syncbn import convert_sync_batchnorm

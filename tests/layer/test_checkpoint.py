@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from cases import make_input
+from support.cases import make_input
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,

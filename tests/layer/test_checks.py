@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import make_input
-from ranks import Failure, Ranks
+from support.cases import make_input
+from support.ranks import Failure, Ranks
 
 from syncbn import SyncBatchNorm, ops, sync_batch_norm
 from syncbn.ops import checks

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from cases import make_input
+from support.cases import make_input
 from torch import nn
 
 import syncbn.convert

@@ -4,7 +4,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import make_input
+from support.cases import make_input
 from torch.utils.checkpoint import checkpoint
 
 from syncbn import SyncBatchNorm, sync_batch_norm

@@ -6,8 +6,8 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DTYPES, make_input
-from fusing import (
+from support.cases import DTYPES, make_input
+from support.fusing import (
     ACTIVATIONS,
     FUSED,
     SLOPE,

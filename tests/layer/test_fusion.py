@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import (
+from support.fused_models import (
     Called,
     block,
     fuse_a_copy,

@@ -7,7 +7,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import (
+from support.fused_models import (
     Block,
     Called,
     assert_same,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import (
+from support.fused_models import (
     Block,
     Called,
     assert_same,

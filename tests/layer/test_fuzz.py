@@ -4,8 +4,8 @@ import dataclasses
 
 import torch
 import torch.nn.functional as F
-from cases import per_channel
-from fuzzing import (
+from support.cases import per_channel
+from support.fuzzing import (
     Layout,
     assert_near,
     cases,

@@ -9,9 +9,9 @@ import re
 import subprocess
 import sys
 
-import hidden
 import pytest
-from paths import ROOT
+from support import hidden
+from support.paths import ROOT
 
 FILES = [
     *(f"tests/operators/test_batch_norm_{name}.py" for name in ("stats", "apply")),

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.fx
 import torch.nn.functional as F
-from cases import DTYPES, make_input, make_mask
-from fusing import (
+from support.cases import DTYPES, make_input, make_mask
+from support.fusing import (
     ACTIVATIONS,
     FUSED,
     SLOPE,

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from cases import DTYPES, make_input
+from support.cases import DTYPES, make_input
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 

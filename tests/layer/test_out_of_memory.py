@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
-from cases import OPS, arguments
-from paths import ROOT
-from ranks import Ranks
+from support.cases import OPS, arguments
+from support.paths import ROOT
+from support.ranks import Ranks
 
 from syncbn import SyncBatchNorm, ops
 from syncbn.ops import _extension, batch_norm

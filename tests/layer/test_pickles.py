@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 import torch
-from pickled import DATA, KINDS, write
+from support.pickled import DATA, KINDS, write
 from torch import nn
 
 import syncbn

@@ -1,6 +1,6 @@
 """The operators as torch's expressions, and layers on a device that has no others.
 
-The device is a stand-in, in a process of its own (tests/support/standin.py).
+The device is a stand-in, in a process of its own (tests/support/plain_device.py).
 tests/support/hidden.py runs other tests by the expressions.
 """
 
@@ -11,12 +11,11 @@ import sys
 import warnings
 from unittest import mock
 
-import hidden
 import pytest
-import standin
 import torch
-from cases import DTYPES, EMPTY_SHAPES, OPS, arguments, layouts, make_input, operator
-from standin import SUPPORT
+from support import hidden, plain_device
+from support.cases import DTYPES, EMPTY_SHAPES, OPS, arguments, layouts, make_input, operator
+from support.paths import ROOT
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -29,7 +28,7 @@ from syncbn.ops.epilogue import NUMBERS
 @pytest.fixture
 def device(ranks):
     """A process whose default device has no operators."""
-    return ranks(1, "standin", "standin")
+    return ranks(1, "plain", "plain")
 
 
 # Both round to float32 (float64 to itself) a handful of times, and sums of some hundred values.
@@ -46,7 +45,7 @@ def run_operator(rank, world_size, name, shape, layout, dtype):
     """Return the results, and what was written, on the CPU and on the device."""
     with torch.device("cpu"):
         given = arguments(name, make_input(shape, layout, dtype))
-    moved = [v.to("standin", copy=True) if isinstance(v, torch.Tensor) else v for v in given]
+    moved = [v.to("plain", copy=True) if isinstance(v, torch.Tensor) else v for v in given]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the device has no operators
         results = [operator(name)(*values) for values in (given, moved)]
@@ -55,7 +54,7 @@ def run_operator(rank, world_size, name, shape, layout, dtype):
         output += [value for value in values if isinstance(value, torch.Tensor)]
     expected, actual = outputs
     for a, b in zip(actual, expected, strict=True):
-        assert a.dtype == b.dtype and a.stride() == b.stride() and a.device.type == "standin"
+        assert a.dtype == b.dtype and a.stride() == b.stride() and a.device.type == "plain"
     return [t.cpu() for t in actual], expected
 
 
@@ -210,10 +209,10 @@ def train(layer, place, dtype, layout, with_residual, create_graph=False):
 def run_layer(rank, world_size, *case):
     activation, *others = case
     layer = make_layer(activation)
-    on_device = copy.deepcopy(layer).to("standin")
+    on_device = copy.deepcopy(layer).to("plain")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return train(on_device, "standin", *others), train(layer, "cpu", *others)
+        return train(on_device, "plain", *others), train(layer, "cpu", *others)
 
 
 @pytest.mark.works("training on a device without operators of ours")
@@ -290,7 +289,7 @@ def without_float64(rank, world_size, case):
         forward = torch.compile(layer, backend="aot_eager", fullgraph=True)
     evaluated = layer.eval()(x).detach()
     layer.train()
-    with standin.without_float64(), warnings.catch_warnings():
+    with plain_device.without_float64(), warnings.catch_warnings():
         warnings.filterwarnings("error", "syncbn")  # no warning beside the error
         with pytest.raises(NotImplementedError) as error:
             forward(x, **options)
@@ -301,7 +300,7 @@ def without_float64(rank, world_size, case):
 def test_device_without_float64_is_an_error_in_training_alone(device, case):
     ((message, before, after),) = device.run(without_float64, case)
     assert message == (
-        "expected a device with float64, in which statistics are computed, but got 'standin:0'; "
+        "expected a device with float64, in which statistics are computed, but got 'plain:0'; "
         "move the model to a CPU or CUDA device, or train torch's own layers there: "
         "syncbn.revert_sync_batchnorm(model)"
     )
@@ -312,8 +311,8 @@ def float32_in_place_of_float64(rank, world_size):
     def ones(*size, dtype, device):
         return torch.full(size, 1.0, dtype=torch.float32, device=device)
 
-    with mock.patch.object(torch, "ones", ones), standin.without_float64():
-        return fallback._has_float64(torch.device("standin"))
+    with mock.patch.object(torch, "ones", ones), plain_device.without_float64():
+        return fallback._has_float64(torch.device("plain"))
 
 
 def test_device_that_computes_in_float32_instead_has_no_float64(device):
@@ -321,7 +320,7 @@ def test_device_that_computes_in_float32_instead_has_no_float64(device):
 
 
 def refuse_float64(rank, world_size):
-    with standin.without_float64():
+    with plain_device.without_float64():
         with pytest.raises(TypeError, match="does not support float64"):
             torch.ones(3, dtype=torch.float64)
         with pytest.raises(TypeError, match="does not support float64"):
@@ -329,7 +328,7 @@ def refuse_float64(rank, world_size):
         with pytest.raises(TypeError, match="does not support float64"):
             torch.ones(3).sum(dtype=torch.float64)
         with pytest.raises(TypeError, match="does not support float64"):
-            torch.ones(3, dtype=torch.float64, device="cpu").to("standin", torch.float32)
+            torch.ones(3, dtype=torch.float64, device="cpu").to("plain", torch.float32)
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.ones(3) + torch.ones(3, device="cpu")
 
@@ -343,12 +342,12 @@ def test_the_stand_in_itself(device):
 
 def train_compiled(rank, world_size):
     torch._dynamo.reset()
-    layer, other = (make_layer(None).to("standin") for _ in range(2))
+    layer, other = (make_layer(None).to("plain") for _ in range(2))
     # Inductor generates code for devices that it knows.
     compiled = torch.compile(other, backend="aot_eager", fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        expected = train(layer, "standin", torch.float32, "contiguous", False)
+        expected = train(layer, "plain", torch.float32, "contiguous", False)
         return train_module(compiled, other), expected
 
 
@@ -370,8 +369,8 @@ def test_compiled_in_one_graph(device):
 
 ANNOUNCED = """
 import sys, warnings
-sys.path.insert(0, {support!r})
-import hidden
+sys.path.insert(0, {tests!r})
+from support import hidden
 hidden.hide()
 import torch
 from syncbn import SyncBatchNorm
@@ -390,7 +389,7 @@ for warning in caught:
 @pytest.mark.any_torch
 @pytest.mark.parametrize("is_hidden", [True, False])
 def test_one_warning_for_a_device(is_hidden):
-    script = ANNOUNCED.format(support=str(SUPPORT))
+    script = ANNOUNCED.format(tests=str(ROOT / "tests"))
     environment = {**os.environ, hidden.VARIABLE: "1" if is_hidden else ""}
     command = [sys.executable, "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)

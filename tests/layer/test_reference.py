@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cases import make_input
+from support.cases import make_input
 
 from syncbn import sync_batch_norm
 from syncbn.ops import reference

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import make_mask
-from fusing import FUSED
+from support.cases import make_mask
+from support.fusing import FUSED
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 
 from syncbn import SyncBatchNorm

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from cases import reduced_dims
+from support.cases import reduced_dims
 from torch import nn
 
 from syncbn import (

@@ -11,8 +11,8 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from cases import make_input
-from ranks import Ranks
+from support.cases import make_input
+from support.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import make_input, per_channel
+from support.cases import make_input, per_channel
 
 from syncbn import ops
 

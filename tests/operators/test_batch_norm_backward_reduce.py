@@ -1,6 +1,6 @@
 import pytest
 import torch
-from cases import (
+from support.cases import (
     DTYPES,
     EMPTY_SHAPES,
     all_cases,

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import cases
 import torch
-from cases import DTYPES, MASKED_OPS, OPS, arguments, make_input, operator
-from fuzzing import fuzz, st
+from support.cases import DTYPES, MASKED_OPS, OPS, arguments, make_input, operator
+from support.fuzzing import fuzz, st
+from support.paths import ROOT
 from torch import Tensor
 
 
@@ -225,8 +225,7 @@ def draw_and_run(file: Path) -> None:
 
 def test_errors_or_right_results(tmp_path):
     file = tmp_path / "example"
-    support = str(Path(cases.__file__).parent)
-    folders = [support, os.environ.get("PYTHONPATH", "")]
+    folders = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     result = subprocess.run(
         [sys.executable, __file__, file],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folders)},
@@ -237,8 +236,7 @@ def test_errors_or_right_results(tmp_path):
     example = file.read_text() if file.exists() else ""
     repeat = f'from test_damaged_arguments import *; run({example})"'
     assert result.returncode == 0, (
-        f"{result.stderr[-5000:]}\n{died}\n"
-        f'In tests/operators: PYTHONPATH=../support python -c "{repeat}'
+        f'{result.stderr[-5000:]}\n{died}\nIn tests/operators: PYTHONPATH=.. python -c "{repeat}'
     )
 
 

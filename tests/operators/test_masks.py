@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from cases import (
+from support.cases import (
     MASKED_OPS,
     all_cases,
     arguments,

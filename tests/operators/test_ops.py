@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import COMPILED_OPS, DTYPES, MASKED_OPS, OPS, arguments, make_input, operator
+from support.cases import COMPILED_OPS, DTYPES, MASKED_OPS, OPS, arguments, make_input, operator
 
 
 @pytest.mark.usefixtures("each_device")

@@ -6,8 +6,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import operator_times
 import pytest
+from support import operator_times
 
 from syncbn.ops._extension import build_info
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DTYPES, make_input, make_vector
+from support.cases import DTYPES, make_input, make_vector
 
 from syncbn import ops
 from syncbn.ops.epilogue import NUMBERS

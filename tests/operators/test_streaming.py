@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import DTYPES, make_input, make_mask, to_layout
-from operator_times import shortest_time
+from support.cases import DTYPES, make_input, make_mask, to_layout
+from support.operator_times import shortest_time
 
 from syncbn import ops
 

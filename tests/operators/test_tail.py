@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import arguments, make_input, operator
+from support.cases import arguments, make_input, operator
 
 from syncbn import ops
 

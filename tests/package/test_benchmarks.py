@@ -8,7 +8,7 @@ from statistics import geometric_mean
 
 import pytest
 import torch
-from benchmarking import execute, found, read, run, select
+from support.benchmarking import execute, found, read, run, select
 
 import syncbn
 from benchmarks import timer

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from benchmarking import cells, execute, found, read, run, select
+from support.benchmarking import cells, execute, found, read, run, select
 
 from benchmarks import cuda_layers, cuda_timings, plot, table
 from benchmarks import rows as files

@@ -3,8 +3,8 @@
 import os
 
 import pytest
-from benchmarking import execute, step_rows
-from paths import ROOT
+from support.benchmarking import execute, step_rows
+from support.paths import ROOT
 
 from benchmarks.cases import SUITES
 from benchmarks.rows import write

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from benchmarking import execute
+from support.benchmarking import execute
 
 from benchmarks.masks import masks
 

@@ -1,7 +1,7 @@
 """The model of the CUDA kernels' times: the plans that it reads, and its sums."""
 
 import pytest
-from benchmarking import execute
+from support.benchmarking import execute
 
 from benchmarks import cuda_plans
 from benchmarks.cases import Case

@@ -5,8 +5,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from benchmarking import cells, run, step_rows
-from paths import ROOT
+from support.benchmarking import cells, run, step_rows
+from support.paths import ROOT
 
 from benchmarks import plot, table
 from benchmarks.cases import CUDA_SUITES, SUITES, Case

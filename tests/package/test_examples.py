@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from paths import ROOT
+from support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
 TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

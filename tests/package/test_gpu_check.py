@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 from benchmarks.cases import CUDA_SUITES
 from tools import gpu_check

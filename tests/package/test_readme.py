@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
 DOCUMENTS = [

@@ -4,7 +4,7 @@ import re
 from importlib import metadata
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 import syncbn
 from tools import release, repository

@@ -1,7 +1,7 @@
 """The project's tools: blocks of documents, and the files that clang-tidy sees."""
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 from tools import clang_tidy
 from tools.generated_block import replace_block

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 pytestmark = pytest.mark.any_torch
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from paths import ROOT
+from support.paths import ROOT
 
 import syncbn
 from tools import check_wheel, release

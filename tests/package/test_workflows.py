@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from paths import ROOT
+from support.paths import ROOT
 
 pytestmark = pytest.mark.any_torch
 

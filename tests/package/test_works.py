@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from paths import ROOT
+from support.paths import ROOT
 
 from tools import works
 from tools.generated_block import replace_block
@@ -83,7 +83,7 @@ def sample(tmp_path_factory):
     (folder / "test_sample.py").write_text(SAMPLE)
     env = {
         **os.environ,
-        "PYTHONPATH": f"{TESTS}:{TESTS}/support:{os.environ.get('PYTHONPATH', '')}",
+        "PYTHONPATH": f"{TESTS}:{os.environ.get('PYTHONPATH', '')}",
     }
     return record(folder, "-p", "conftest", "test_sample.py", cwd=folder, env=env)
 

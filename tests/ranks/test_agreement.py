@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from support.ranks import Ranks
 from torch import nn
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, recompute_statistics, sync_batch_norm

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from cases import make_input
-from groups import make_by_hand
-from ranks import Failure, Ranks
+from support.cases import make_input
+from support.groups import make_by_hand
+from support.ranks import Failure, Ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 from syncbn import SyncBatchNorm

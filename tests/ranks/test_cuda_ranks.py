@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cases import make_input
-from cuda_device import COMPILER
-from ranks import Ranks
+from support.cases import make_input
+from support.cuda_device import COMPILER
+from support.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

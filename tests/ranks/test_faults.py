@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import trial
-from faults import FAULTS
-from groups import Exchangeable, make_by_hand
-from ranks import Failure, Ranks
+from support import trial
+from support.faults import FAULTS
+from support.groups import Exchangeable, make_by_hand
+from support.ranks import Failure, Ranks
 
 from syncbn import SyncBatchNorm
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cases import assert_normalized_close, make_input, to_layout
-from fusing import ACTIVATIONS, make_operands, run_separately
-from ranks import Ranks
+from support.cases import assert_normalized_close, make_input, to_layout
+from support.fusing import ACTIVATIONS, make_operands, run_separately
+from support.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -1,6 +1,6 @@
 """Drawn passes on several ranks against the whole batch in one process, in float64."""
 
-from fuzzing import cases, check_on, fuzz
+from support.fuzzing import cases, check_on, fuzz
 
 
 @fuzz(examples=150, case=cases(2))

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cases import DTYPES, assert_normalized_close, make_mask, to_layout
-from fusing import FUSED, make_operands, run_separately
-from ranks import Ranks
+from support.cases import DTYPES, assert_normalized_close, make_mask, to_layout
+from support.fusing import FUSED, make_operands, run_separately
+from support.ranks import Ranks
 from torch import nn
 
 from syncbn import SyncBatchNorm, sync_batch_norm

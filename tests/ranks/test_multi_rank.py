@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from cases import assert_normalized_close, make_input, reduced_dims, to_layout
+from support.cases import assert_normalized_close, make_input, reduced_dims, to_layout
 from torch import nn
 
 import syncbn

@@ -6,8 +6,8 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from cases import make_input
-from ranks import Ranks
+from support.cases import make_input
+from support.ranks import Ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel

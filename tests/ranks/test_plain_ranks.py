@@ -4,11 +4,11 @@ import time
 import warnings
 
 import pytest
-import standin
 import torch
 import torch.distributed as dist
-from cases import make_input
-from ranks import Failure, Ranks
+from support import plain_device
+from support.cases import make_input
+from support.ranks import Failure, Ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 from syncbn import SyncBatchNorm, check_synchronized, recompute_statistics
@@ -17,12 +17,12 @@ from syncbn.ops import reference
 
 @pytest.fixture(params=[2, 3], ids=lambda n: f"world{n}")
 def world(request, ranks):
-    return ranks(request.param, "standin", "standin")
+    return ranks(request.param, "plain", "plain")
 
 
 @pytest.fixture
 def pair(ranks):
-    return ranks(2, "standin", "standin")
+    return ranks(2, "plain", "plain")
 
 
 def one_value(rank, world_size):
@@ -58,9 +58,9 @@ def train_masked(rank, world_size, activation):
 
     dist.all_reduce = recorded
     try:
-        x = torch.rand(4, CHANNELS, 7, device="standin", requires_grad=True)
-        mask = torch.arange(7, device="standin").expand(4, 7) < 5
-        layer = SyncBatchNorm(CHANNELS, activation=activation).to("standin")
+        x = torch.rand(4, CHANNELS, 7, device="plain", requires_grad=True)
+        mask = torch.arange(7, device="plain").expand(4, 7) < 5
+        layer = SyncBatchNorm(CHANNELS, activation=activation).to("plain")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "c10d::|.*autograd kernel")
             layer(x, mask=mask).square().sum().backward()
@@ -85,7 +85,7 @@ def train_on_device(rank, world_size, dtype, split, activation=None, create_grap
         calls.append((tensor.numel() * tensor.itemsize, tensor.device.type))
         return original(tensor, *args, **kwargs)
 
-    x, dy = (t.split(split)[rank].to("standin") for t in whole_batch(dtype))
+    x, dy = (t.split(split)[rank].to("plain") for t in whole_batch(dtype))
     x.requires_grad_()
     layer = SyncBatchNorm(CHANNELS, activation=activation)
     dist.all_reduce = all_reduce
@@ -153,7 +153,7 @@ def test_one_collective_each_way(world):
     num_bytes = 8 * (2 * CHANNELS + 4)
     split = SPLITS[world.world_size][0]
     for _, calls in world.run(train_on_device, torch.float32, split):
-        assert calls == [(num_bytes, "standin")] * 2
+        assert calls == [(num_bytes, "plain")] * 2
 
 
 def test_double_backward_on_ranks(world):
@@ -241,7 +241,7 @@ def bad_input(rank, world_size, steps):
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_bad_input_on_one_rank_fails_all(steps):
-    with Ranks(2, backend="standin", device="standin") as ranks:
+    with Ranks(2, backend="plain", device="plain") as ranks:
         (kind, words, seconds), (own_kind, own_words, _) = ranks.run(bad_input, steps)
     assert (kind, own_kind) == ("RuntimeError", "ValueError")
     assert "[layer 'body.bn1', rank 1 of 2]" in own_words
@@ -263,7 +263,7 @@ def stay_on_the_cpu(rank, world_size):
 
 
 def test_rank_that_fails_on_the_cpu_aborts_where_the_group_has_its_backend():
-    with Ranks(2, case_seconds=90, backend="standin", device="standin") as ranks:
+    with Ranks(2, case_seconds=90, backend="plain", device="plain") as ranks:
         (words, seconds), (own_words, _) = ranks.run(stay_on_the_cpu)
     assert "expected input to have 3 channels" in own_words
     assert "aborted" in words and "expected input to have 3 channels" in words
@@ -278,7 +278,7 @@ def different_channels(rank, world_size, steps):
 
 @pytest.mark.parametrize("steps", [0, 2])
 def test_ranks_with_different_channels_all_fail(steps):
-    with Ranks(3, case_seconds=30, backend="standin", device="standin") as ranks:
+    with Ranks(3, case_seconds=30, backend="plain", device="plain") as ranks:
         outcomes = ranks.outcomes(different_channels, steps)
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, Failure) and outcome.kind in ("ValueError", "RuntimeError")
@@ -293,7 +293,7 @@ def different_layers(rank, world_size):
 
 
 def test_ranks_that_run_different_layers_all_fail():
-    with Ranks(2, case_seconds=30, backend="standin", device="standin") as ranks:
+    with Ranks(2, case_seconds=30, backend="plain", device="plain") as ranks:
         outcomes = ranks.outcomes(different_layers)
     for outcome in outcomes:
         assert outcome.kind == "RuntimeError"
@@ -325,7 +325,7 @@ def turn_alone(rank, world_size):
 
 
 def test_rank_that_turns_alone_fails_all():
-    with Ranks(2, case_seconds=30, backend="standin", device="standin") as ranks:
+    with Ranks(2, case_seconds=30, backend="plain", device="plain") as ranks:
         outcomes = ranks.outcomes(turn_alone)
     for outcome in outcomes:
         assert isinstance(outcome, Failure) and outcome.kind in ("ValueError", "RuntimeError")
@@ -347,7 +347,7 @@ def fail_in_the_loader(rank, world_size):
 
 
 def test_rank_that_fails_between_passes_fails_all():
-    with Ranks(2, case_seconds=30, backend="standin", device="standin") as ranks:
+    with Ranks(2, case_seconds=30, backend="plain", device="plain") as ranks:
         words, own = ranks.run(fail_in_the_loader)
     assert own == "the disk is gone"
     assert "aborted" in words and "the disk is gone" in words
@@ -358,18 +358,18 @@ def test_rank_that_fails_between_passes_fails_all():
 
 def train_without_float64(rank, world_size, backend):
     layer = named(3)
-    with standin.without_float64():
+    with plain_device.without_float64():
         if backend == "gloo" and rank == 0:
             layer.cpu()(torch.rand(4, 3, device="cpu"))
         layer(torch.rand(4, 3))
 
 
-@pytest.mark.parametrize("backend", ["gloo", "standin"])
+@pytest.mark.parametrize("backend", ["gloo", "plain"])
 def test_device_without_float64_fails_all_ranks(backend):
     """With gloo, rank 0 trains on the CPU; the stand-in's backend takes no float64 message."""
-    with Ranks(2, backend=backend, device="standin") as ranks:
+    with Ranks(2, backend=backend, device="plain") as ranks:
         first, second = ranks.outcomes(train_without_float64, backend)
-    error = "expected a device with float64, in which statistics are computed, but got 'standin:0'"
+    error = "expected a device with float64, in which statistics are computed, but got 'plain:0'"
     assert second.kind == "NotImplementedError" and second.message.startswith(error)
     assert "[layer 'body.bn1', rank 1 of 2]" in second.message
     assert first.kind == ("RuntimeError" if backend == "gloo" else "NotImplementedError")

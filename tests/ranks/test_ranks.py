@@ -7,7 +7,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import CASE_SECONDS, Failure, RankError, Ranks
+from support.ranks import CASE_SECONDS, Failure, RankError, Ranks
 
 
 def add_ranks(rank, world_size, offset):

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from cases import reduced_dims
-from groups import make_by_hand
-from ranks import Failure
+from support.cases import reduced_dims
+from support.groups import make_by_hand
+from support.ranks import Failure
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from groups import make_by_hand
-from ranks import Failure
+from support.groups import make_by_hand
+from support.ranks import Failure
 from torch import nn
 
 from syncbn import SyncBatchNorm, check_synchronized, freeze_statistics

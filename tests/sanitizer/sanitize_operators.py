@@ -7,7 +7,7 @@ that the tool finds it.
 import argparse
 
 import torch
-from cases import EMPTY_SHAPES, OPS, SHAPES, arguments, layouts, make_input, operator
+from support.cases import EMPTY_SHAPES, OPS, SHAPES, arguments, layouts, make_input, operator
 
 # Shapes whose kernels take long under the tools are left to the other tests.
 SMALL_SHAPES = [shape for shape in SHAPES if torch.Size(shape).numel() < 50_000]

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.paths import ROOT
 
 import syncbn
 
@@ -33,7 +34,7 @@ def sanitize(tool, *args):
         [program, *options, sys.executable, str(SCRIPT), *args],
         env={
             **os.environ,
-            "PYTHONPATH": str(Path(syncbn.__file__).parent.parent),
+            "PYTHONPATH": f"{Path(syncbn.__file__).parents[1]}{os.pathsep}{ROOT / 'tests'}",
             # Each tensor an allocation of its own, or what lies past its end would be another's.
             "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         },

@@ -24,10 +24,10 @@ CUDA_SOURCES = ROOT / "csrc" / "cuda"
 PRELOADED = ("libcudart.so.13", "libcuda.so.1", "libnccl.so.2")
 
 # Last: the installed package is tested, not the folder of its sources.
-sys.path += [str(ROOT), str(ROOT / "tests" / "support")]
-import ptx  # noqa: E402
+sys.path += [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
-from emulated import PTX_FLAGS  # noqa: E402
+from support import ptx  # noqa: E402
+from support.emulated import PTX_FLAGS  # noqa: E402
 from torch.utils import cpp_extension  # noqa: E402
 
 from tools import cuda  # noqa: E402

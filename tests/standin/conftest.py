@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from cuda_device import IS_STANDIN
+from support.cuda_device import IS_STANDIN
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

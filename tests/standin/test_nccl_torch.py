@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks
+from support.ranks import Ranks
 
 WORLD_SIZE = 2
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from paths import ROOT
 
 from benchmarks.cases import SUITES
 from benchmarks.layer import Setting, timed_rows
+from support.paths import ROOT
 
 ORIGIN = {"device": "abacus", "date": "2026-01-02", "commit": "abcdef0", "torch": "2.11.0"}
 

@@ -7,9 +7,9 @@ import copy
 import re
 
 import torch
-from cases import make_input
 from torch import nn
 
+from support.cases import make_input
 from syncbn import SyncBatchNorm, convert_sync_batchnorm
 
 

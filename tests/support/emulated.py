@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import ptx
 import torch
-from cases import reference_moments
-from paths import ROOT
 from torch import Tensor
+
+from support import ptx
+from support.cases import reference_moments
+from support.paths import ROOT
 
 EMULATION = ROOT / "tests" / "emulation"
 KERNELS = ROOT / "csrc" / "cuda" / "kernels"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from trial import CHANNELS, Training
+from support.trial import CHANNELS, Training
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,11 @@ import signal
 import threading
 import time
 
-import program_faults
 import torch
 import torch.distributed as dist
-from fault_case import (
+
+from support import program_faults
+from support.fault_case import (
     CHECKPOINTED,
     COMPILED,
     EAGER,
@@ -30,8 +31,7 @@ from fault_case import (
     out_of_memory,
     user_error,
 )
-from trial import hold
-
+from support.trial import hold
 from syncbn.ops import batch_norm
 
 # Errors on one rank.

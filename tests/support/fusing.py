@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from cases import make_input, make_vector
 from torch import Tensor, nn
+
+from support.cases import make_input, make_vector
 
 ACTIVATIONS = {
     None: lambda z: z,

@@ -3,7 +3,7 @@
 A :class:`Case` is small values only and prints as the code that makes it; ``repeat(Case(...))``
 runs it again:
 
-    PYTHONPATH=tests/support python -c "from fuzzing import *; repeat(Case(...))"
+    PYTHONPATH=tests python -c "from support.fuzzing import *; repeat(Case(...))"
 """
 
 import functools
@@ -16,11 +16,11 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from cases import DTYPES
-from ranks import Ranks
 from torch import Tensor, nn
 
 import syncbn
+from support.cases import DTYPES
+from support.ranks import Ranks
 
 pytest.importorskip("hypothesis")  # `make gpu-check` asks for torch and pytest alone
 from hypothesis import HealthCheck, Phase, given, note, settings
@@ -334,7 +334,7 @@ def check_running(case, result, before, count, share, mean, var, mean_error, var
 
 def note_repeat(case: Case) -> None:
     """Say how to repeat a case, if it fails."""
-    note(f'PYTHONPATH=tests/support python -c "from fuzzing import *; repeat({case})"')
+    note(f'PYTHONPATH=tests python -c "from support.fuzzing import *; repeat({case})"')
 
 
 def check_on(pool: Ranks, case: Case) -> None:

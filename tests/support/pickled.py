@@ -1,7 +1,7 @@
 """A model of each kind of layer, as tests/data/*.pt hold them.
 
-A file is written once and stays, because later versions have to load it. In tests/support:
-``python -c "import pickled; pickled.write_missing()"``.
+A file is written once and stays, because later versions have to load it. In tests:
+``python -c "from support import pickled; pickled.write_missing()"``.
 """
 
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Faults of a rank whose program is another: its layers, or the passes that it makes of them."""
 
 import torch
-from fault_case import (
+
+from support.fault_case import (
     EVERYWHERE,
     SELDOM,
     Fault,
@@ -12,8 +13,7 @@ from fault_case import (
     other_channels,
     train,
 )
-from trial import FIRST_HALF, SAME_CHANNELS, network
-
+from support.trial import FIRST_HALF, SAME_CHANNELS, network
 from syncbn import convert_sync_batchnorm
 
 # Other layers.

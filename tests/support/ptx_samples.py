@@ -5,8 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from emulated import link_ptx
-from ptx import translate
+
+from support.emulated import link_ptx
+from support.ptx import translate
 
 HEAD = ".version 9.0\n.target sm_90\n.address_size 64\n.extern .shared .align 16 .b8 shared[];\n"
 REGISTERS = """

@@ -7,7 +7,7 @@ case that hangs fails within a minute with each rank's stack; processes never ou
 They start at once, as forks of a process that has imported torch and done nothing else. On CUDA,
 and with an environment of their own, which torch reads as it is imported, they start from nothing.
 
-On "standin" the default device is that of standin.py. On CUDA a function finds its GPU as the
+On "plain" the default device is that of plain_device.py. On CUDA a function finds its GPU as the
 default device. Ranks share GPUs where there are fewer, over NCCL as well: good for whether it
 works, useless for how fast.
 """
@@ -86,10 +86,10 @@ class Ranks:
         self.folder.cleanup()
 
     def start(self) -> None:
-        if self.device == "standin":
-            import standin
+        if self.device == "plain":
+            from support import plain_device
 
-            standin.build()  # once, and not in the time of a case
+            plain_device.build()  # once, and not in the time of a case
         alike = self.device != "cuda" and not self.env
         context: Any = multiprocessing.get_context("forkserver" if alike else "spawn")
         context.set_forkserver_preload(FORKSERVER_IMPORTS)
@@ -201,17 +201,17 @@ def _serve(
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **_nccl_on_shared_gpus(rank), **env})
 
-    import hidden
-    import standin
     import torch
     import torch.distributed as dist
     from torch.utils._pytree import tree_map_only
 
+    from support import hidden, plain_device
+
     hidden.hide()
     torch.set_num_threads(1)
-    if device == "standin":
-        standin.install()
-        torch.set_default_device("standin")
+    if device == "plain":
+        plain_device.install()
+        torch.set_default_device("plain")
     if device == "cuda":
         torch.cuda.set_device(rank % torch.cuda.device_count())
         torch.set_default_device("cuda")

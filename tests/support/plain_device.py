@@ -1,8 +1,8 @@
-"""A stand-in for devices that have no operators: the type "standin".
+"""A stand-in for devices that have no operators: the type "plain".
 
 ``install()`` makes it a device of this process. Its memory is the host's and torch's CPU operators
-compute (standin.cpp); otherwise it is a device of its own, which refuses tensors of the CPU and,
-``without_float64()``, float64. ``init_process_group("standin")`` gives it a backend.
+compute (plain_device.cpp); otherwise it is a device of its own, which refuses tensors of the CPU
+and, ``without_float64()``, float64. ``init_process_group("plain")`` gives it a backend.
 """
 
 import contextlib
@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from emulated import compile_cxx, in_parallel
-from paths import ROOT
 
+from support.emulated import compile_cxx, in_parallel
+from support.paths import ROOT
 from syncbn.ops import fallback
 
 SUPPORT = ROOT / "tests" / "support"
-SOURCES = [SUPPORT / "standin.cpp", SUPPORT / "standin_backend.cpp"]
+SOURCES = [SUPPORT / "plain_device.cpp", SUPPORT / "plain_backend.cpp"]
 
 
 def build() -> Path:
     """Compile the device for this torch, if that has not been done, and return the library."""
-    texts = [path.read_bytes() for path in (*SOURCES, SUPPORT / "standin.h")]
+    texts = [path.read_bytes() for path in (*SOURCES, SUPPORT / "plain_device.h")]
     digest = hashlib.blake2b(b"".join([torch.__version__.encode(), *texts]), digest_size=8)
-    folder = ROOT / "build" / f"standin-{digest.hexdigest()}"
-    library = folder / "standin_library.so"
+    folder = ROOT / "build" / f"plain-device-{digest.hexdigest()}"
+    library = folder / "plain_device.so"
     if library.exists():
         return library
     folder.mkdir(parents=True, exist_ok=True)
@@ -54,23 +54,23 @@ def build() -> Path:
 @functools.cache
 def install() -> None:
     """Make the device one of this process."""
-    torch.utils.rename_privateuse1_backend("standin")
-    spec = importlib.util.spec_from_file_location("standin_library", build())
+    torch.utils.rename_privateuse1_backend("plain")
+    spec = importlib.util.spec_from_file_location("plain_device", build())
     assert spec is not None and spec.loader is not None
     library = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(library)
-    torch.ops.standin.register()
-    torch._register_device_module("standin", _module())
+    torch.ops.plain_device.register()
+    torch._register_device_module("plain", _module())
 
     def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return library.backend(dist.ProcessGroupGloo(store, rank, size, timeout))
 
-    dist.Backend.register_backend("standin", create, devices=["standin"])
+    dist.Backend.register_backend("plain", create, devices=["plain"])
 
 
 def _module() -> Any:
-    """Return what torch.standin is: what checkpoints, autocast and seeds ask of a device."""
-    module: Any = types.ModuleType("torch.standin")
+    """Return what torch.plain is: what checkpoints, autocast and seeds ask of a device."""
+    module: Any = types.ModuleType("torch.plain")
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1
     module.current_device = lambda: 0
@@ -86,10 +86,10 @@ def _module() -> Any:
 @contextlib.contextmanager
 def without_float64() -> Iterator[None]:
     """Refuse float64 on the device."""
-    torch.ops.standin.set_float64(False)
+    torch.ops.plain_device.set_float64(False)
     fallback.check_device.cache_clear()
     try:
         yield
     finally:
-        torch.ops.standin.set_float64(True)
+        torch.ops.plain_device.set_float64(True)
         fallback.check_device.cache_clear()

@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-namespace standin {
+namespace plain {
 
 bool is_ours(const at::Tensor& tensor);
 
@@ -11,4 +11,4 @@ bool is_ours(const at::Tensor& tensor);
 // where the device has none.
 at::Tensor to_host(const at::Tensor& tensor);
 
-}  // namespace standin
+}  // namespace plain

@@ -6,7 +6,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
-#include "standin.h"
+#include "plain_device.h"
 
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 
@@ -18,8 +18,8 @@ using Pending = c10::intrusive_ptr<c10d::Work>;
 Tensors to_host(const Tensors& tensors) {
   Tensors converted;
   for (const at::Tensor& tensor : tensors) {
-    TORCH_CHECK(standin::is_ours(tensor), "expected tensors on the stand-in device");
-    converted.push_back(standin::to_host(tensor));
+    TORCH_CHECK(plain::is_ours(tensor), "expected tensors on the stand-in device");
+    converted.push_back(plain::to_host(tensor));
   }
   return converted;
 }
@@ -29,7 +29,7 @@ class Backend final : public c10d::Backend {
   explicit Backend(c10::intrusive_ptr<c10d::Backend> gloo)
       : c10d::Backend(gloo->getRank(), gloo->getSize()), gloo_(std::move(gloo)) {}
 
-  const std::string getBackendName() const override { return "standin"; }
+  const std::string getBackendName() const override { return "plain"; }
 
   Pending allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
     Tensors host = to_host(tensors);
@@ -64,7 +64,7 @@ class Backend final : public c10d::Backend {
 
 }  // namespace
 
-PYBIND11_MODULE(standin_library, m) {
+PYBIND11_MODULE(plain_device, m) {
   m.def("backend", [](const c10::intrusive_ptr<c10d::Backend>& gloo) {
     return c10::intrusive_ptr<c10d::Backend>(c10::make_intrusive<Backend>(gloo));
   });

@@ -3,7 +3,7 @@
 // own: tensors on it are not CPU tensors, and nothing mixes the two but a copy. Told to, it refuses
 // float64 as the devices do that have none.
 
-#include "standin.h"
+#include "plain_device.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
@@ -73,11 +73,11 @@ at::Tensor alias(const at::Tensor& tensor, c10::DeviceType type) {
 
 }  // namespace
 
-bool standin::is_ours(const at::Tensor& tensor) {
+bool plain::is_ours(const at::Tensor& tensor) {
   return tensor.defined() && tensor.device().type() == kDevice;
 }
 
-at::Tensor standin::to_host(const at::Tensor& tensor) {
+at::Tensor plain::to_host(const at::Tensor& tensor) {
   if (!is_ours(tensor)) {
     return tensor;
   }
@@ -87,8 +87,8 @@ at::Tensor standin::to_host(const at::Tensor& tensor) {
 
 namespace {
 
-using standin::is_ours;
-using standin::to_host;
+using plain::is_ours;
+using plain::to_host;
 
 at::Tensor to_ours(const at::Tensor& tensor) {
   if (!tensor.defined() || is_ours(tensor)) {
@@ -210,7 +210,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &at::native::view);
 }
 
-TORCH_LIBRARY(standin, m) {
+TORCH_LIBRARY(plain_device, m) {
   m.def("set_float64(bool supported) -> ()", [](bool supported) { has_float64 = supported; });
   m.def("register() -> ()", [] { at::RegisterPrivateUse1HooksInterface(new Hooks); });
 }
