@@ -1,0 +1,68 @@
+"""``make gpu-check`` from its first line to its last, but for the build, the limits of time and the
+tools of the driver."""
+
+import csv
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from support.paths import ROOT
+
+from tools import gpu_check
+
+# Without the profiler, and without buffers that exceed a GPU's cache.
+BENCHMARK = """
+import sys
+import standin_plugin
+standin_plugin.count_by_log()
+from benchmarks import cuda_timings
+cuda_timings.num_buffers = lambda case: 2
+cuda_timings.main(*sys.argv[1:])
+"""
+
+
+@pytest.fixture
+def small_stages(tmp_path, monkeypatch):
+    """Shapes that a CPU has time for; the tests are collected, `make standin` runs them."""
+    stages = gpu_check.stages
+
+    def small(output):
+        _, environment, tests, (benchmark,) = stages(output)
+        _, _, path, _ = benchmark.command[1:]
+        command = [sys.executable, "-c", BENCHMARK, path, "tiny"]
+        tests = [replace(part, command=[*part.command, "--collect-only"]) for part in tests]
+        parts = [environment, tests, [replace(benchmark, command=command)]]
+        return [[replace(part, seconds=3600) for part in stage] for stage in parts]
+
+    monkeypatch.setattr(gpu_check, "stages", small)
+    program = tmp_path / "bin" / "nvidia-smi"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho a GPU\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+
+
+def test_gpu_check(small_stages, tmp_path, monkeypatch, capsys):
+    output = tmp_path / "output"
+    monkeypatch.setattr(sys, "argv", ["gpu_check", str(output)])
+    with pytest.raises(SystemExit) as end:
+        gpu_check.main()
+    assert not end.value.code, capsys.readouterr().out
+    with (output / "benchmark.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    counted = [row for row in rows if row["benchmark"] == "launches"]
+    assert counted and {row["benchmark"] for row in rows} > {"layer", "operators", "overhead"}
+    assert "CUDA operators" in (output / "environment.log").read_text()
+
+
+def test_program_for_compute_sanitizer():
+    result = subprocess.run(
+        [sys.executable, ROOT / "tests" / "sanitizer" / "sanitize_operators.py"],
+        env={**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}:{ROOT / 'tests'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout.split()[0]) > 1000
