@@ -27,7 +27,6 @@ def run_with(instruction_set, *command):
         env={**os.environ, "ATEN_CPU_CAPABILITY": instruction_set},
         capture_output=True,
         text=True,
-        timeout=480,
     )
 
 
@@ -87,21 +86,32 @@ def test_ranks_with_different_processors_get_the_same_running_statistics():
 
 
 def test_wider_vectors_are_not_slower():
-    """A compiler may copy vectors of one width through memory in parts, as GCC 12 did."""
+    """A compiler may copy vectors of one width through memory in parts, as GCC 12 did.
+
+    On a busy machine one of two measurements may be slowed down: it is repeated before it counts.
+    """
     highest = LEVELS.index(build_info["instruction_set"])
     if highest == 0:
         pytest.skip("this processor has the baseline alone")
+    slower = slower_cases(highest)
+    for _ in range(9):
+        if slower:
+            slower &= slower_cases(highest)
+    assert not slower
+
+
+def slower_cases(highest):
+    """Cases whose times with wider vectors are above the baseline's."""
     runs = [run_with(level.lower(), operator_times.__file__) for level in LEVELS[: highest + 1]]
     assert all(run.returncode == 0 and run.stdout for run in runs), runs[0].stderr
     baseline, *wider = [
         {case: float(time) for case, time in (line.split(": ") for line in run.stdout.splitlines())}
         for run in runs
     ]
-    slower = {
-        f"{case} with {level}": f"{times[case] / baseline[case]:.2f} of the baseline's time"
+    return {
+        f"{case} with {level}"
         for level, times in zip(LEVELS[1:], wider, strict=False)
         for case in baseline
         # Measured: 0.97 at most, and up to 4 with that fault.
         if times[case] > 1.5 * baseline[case]
     }
-    assert not slower

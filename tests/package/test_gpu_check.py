@@ -97,24 +97,17 @@ def test_parts_run_at_once_and_their_results_are_told(tmp_path):
 
 def test_part_at_its_limit_is_stopped_with_what_it_started(tmp_path):
     pid = tmp_path / "pid"
-    code = f"""
-import pathlib, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-pathlib.Path({str(pid)!r}).write_text(str(child.pid))
-child.wait()
-"""
-    (outcome,) = gpu_check.run_at_once([part("hangs", code, seconds=10)], tmp_path)
+    hang = Part("hangs", ["sh", "-c", f"sleep 300 & echo $! > {pid}; wait"], 10, {})
+    (outcome,) = gpu_check.run_at_once([hang], tmp_path)
     assert outcome.result == "stopped at 10 s" and not outcome.passed
-    state = Path(f"/proc/{pid.read_text()}/stat")
+    state = Path(f"/proc/{pid.read_text().strip()}/stat")
 
     def is_gone() -> bool:
         # Or killed and not yet asked for by whoever has inherited it.
         return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
-    until = time.monotonic() + 10  # on a busy machine a killed process takes a moment to end
-    while not is_gone() and time.monotonic() < until:
+    while not is_gone():  # it takes a moment to end
         time.sleep(0.1)
-    assert is_gone()
 
 
 def test_failing_part_stops_no_other_and_the_end_of_its_log_is_shown(tmp_path, monkeypatch, capsys):

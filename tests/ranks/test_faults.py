@@ -114,7 +114,7 @@ def test_what_becomes_of_the_ranks_over_nccl(fault, where, world_size, mode, pro
         fate = (fault.that_rank if outcome is that else fault.others).late
         error = outcome["error"]
         assert re.match(fate.pattern, error, re.DOTALL) if fate.pattern else not error, error
-        assert outcome["seconds"] < 30, error
+        assert outcome["seconds"] < fault.timeout, error
         assert outcome["renewed"] == "", outcome["renewed"]
         check_buffers(outcome["before"], outcome["after"])
 
@@ -133,9 +133,7 @@ def check(fault, where, world_size, mode, outcomes):
         if mode == "eager" and where in fault.passes:
             check_passes(*fault.passes[where][:: -1 if differs else 1], outcome["error"])
         if not (differs and fault.leaves):
-            # Half a timeout: compilers take seconds on a machine that does other things.
-            limit = fault.timeout + 4 if fault.waits else fault.timeout / 2
-            assert outcome["seconds"] < limit, outcome["error"]
+            assert fault.waits or outcome["seconds"] < fault.timeout, outcome["error"]
             assert outcome["renewed"] == "", outcome["renewed"]
         check_buffers(outcome["before"], outcome["after"])
     check_equal([outcome["after"] for outcome in outcomes])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from support.cases import reduced_dims
 from support.groups import make_by_hand
-from support.ranks import Failure
+from support.ranks import COLLECTIVE_SECONDS, Failure
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -250,7 +250,7 @@ CASES = {
 
 def check_failures(results, failing, words):
     for rank, (error, seconds, running_mean) in enumerate(results):
-        assert error is not None and seconds < 15, (rank, error, seconds)
+        assert error is not None and seconds < COLLECTIVE_SECONDS, (rank, error, seconds)
         assert running_mean == results[0][2]
         if rank == failing:
             assert re.match(words, error, re.DOTALL), error
