@@ -15,14 +15,14 @@ CASES = {
     "memory": "larger than the caches",
     "cache": "fits the last cache",
     "2-D": "2-D",
-    "sweep": "geometric mean over shapes of nets",
+    "sweep": "geometric mean over nets",
     "small layer": "tiny",
 }
 COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last")
 
 ABOVE = (
     "Speed of a training step, forward and backward, of one layer on a {processor}, relative to "
-    "{theirs} in the same run: 2.00x takes half the time."
+    "{theirs}: 2.00x takes half the time."
 )
 # Sentences below the tables.
 ORIGIN = (
@@ -44,8 +44,8 @@ ON_CUDA = (
     "almost nothing to compute: its time is host time."
 )
 DEFAULT_ALLOCATOR = (
-    "Measured with a warm allocator. If the system newly maps every large output, speedups drop "
-    "to {low:.2f}x-{high:.2f}x (median {half:.2f}x)."
+    "If the system newly maps every large output, which a warm allocator avoids, speeds are "
+    "{low:.2f}x to {high:.2f}x (median {half:.2f}x)."
 )
 ALL = "[All figures and conditions](benchmarks/README.md)."
 LINKS = "[The figures](results/{device}.csv) also have operators and accuracy."

@@ -109,7 +109,7 @@ def test_table_of_the_readme_shows_what_it_names_and_nothing_else(rows):
         ["input", "shape", *COLUMNS],
         ["larger than the caches", "2x3x4x5", "2.00x", "", "", "1.50x"],
         ["2-D", "4x5", "1.00x", "", "", ""],
-        ["geometric mean over shapes of nets", "many", "1.50x", "", "", ""],
+        ["geometric mean over nets", "many", "1.50x", "", "", ""],
         ["tiny", "8x16x4x4", "0.75x", "", "", ""],
     ]
     words = " ".join(below.split())
@@ -120,7 +120,7 @@ def test_table_of_the_readme_shows_what_it_names_and_nothing_else(rows):
         "Measured on abacus with 8 threads, in one process without communication, on 2026-01-02 "
         "at commit abcdef0 with torch 2.11.0; repeated measurements differ by up to 4%."
     ) in words
-    assert "speedups drop to 0.65x-1.25x (median 0.88x)." in words
+    assert "speeds are 0.65x to 1.25x (median 0.88x)." in words
     assert "(benchmarks/README.md)" in words
 
 
@@ -139,7 +139,7 @@ def test_page_shows_all_cases(rows):
     words = " ".join(below.split())
     assert "repeated measurements differ by up to 4%" in words
     assert "shapes of some net; single shapes range from 0.97 to 3.00." in words
-    assert "speedups drop to 0.65x-9.99x (median 1.06x)." in words
+    assert "speeds are 0.65x to 9.99x (median 1.06x)." in words
     assert "(results/abacus.csv)" in words and "(results/abacus.png)" in picture
 
 

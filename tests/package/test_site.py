@@ -40,7 +40,7 @@ def checkout(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for path in (*ROOT.glob("*.md"), ROOT / "mkdocs.yml", ROOT / "pyproject.toml"):
         shutil.copy(path, tmp_path)
-    for name in (".ci", "csrc", "examples", "tests", "LICENSE"):
+    for name in (".ci", "csrc", "examples", "tests", "CITATION.cff", "LICENSE"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
