@@ -18,6 +18,7 @@ import sys
 from glob import glob
 from pathlib import Path
 
+import setuptools
 import torch
 from setuptools import Extension, setup
 from torch.utils import cpp_extension
@@ -206,9 +207,28 @@ print(
     file=sys.stderr,
 )
 
+
+def pypi_description() -> str:
+    """The README; its relative links, which are dead on PyPI, lead to the tag of this version."""
+    pyproject = Path("pyproject.toml").read_text()
+    (repository,) = re.findall(r'^Repository = "(.+)"$', pyproject, re.MULTILINE)
+
+    def absolute(link):
+        kind = "raw" if link[1].endswith(".png") else "blob"
+        return f"]({repository}/{kind}/v{VERSION}/{link[1]})"
+
+    readme = Path("README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?!https:)([^)\s]+)\)", absolute, readme)
+
+
+# Here, because before setuptools 77 an SPDX expression in pyproject.toml is an error.
+has_expressions = int(setuptools.__version__.split(".")[0]) >= 77
+
 setup(
     version=VERSION,
-    license="BSD-3-Clause",  # in here, because setuptools 77 changed its form in pyproject.toml
     ext_modules=extensions,
+    long_description=pypi_description(),
+    long_description_content_type="text/markdown",
+    **{"license_expression" if has_expressions else "license": "BSD-3-Clause"},
     cmdclass={"build_ext": BuildHereToo},
 )

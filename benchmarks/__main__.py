@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.rows import RESULTS, read
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -21,13 +21,14 @@ def run(args: argparse.Namespace) -> None:
 
 
 def table(args: argparse.Namespace) -> None:
-    """Rewrite the README's table in place."""
-    from benchmarks.table import text
+    """Rewrite the tables of two documents in place."""
+    from benchmarks.table import page, text
     from tools.generated_block import replace_block
 
     results = [read(path) for path in sorted(args.results.glob("*.csv"))]
-    block = replace_block(args.readme.read_text(), "benchmark table", text(results))
-    args.readme.write_text(block)
+    for name, block in {"README.md": text(results), "benchmarks/README.md": page(results)}.items():
+        path = args.root / name
+        path.write_text(replace_block(path.read_text(), "benchmark table", block))
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -62,10 +63,10 @@ def main() -> None:
         "--output", type=Path, help="a folder; default for a subset: build/benchmarks"
     )
 
-    about = "write the README's table from results/*.csv"
+    about = "write the tables of README.md and benchmarks/README.md from results/*.csv"
     command = commands.add_parser("table", help=about, description=about)
     command.set_defaults(call=table)
-    command.add_argument("--readme", type=Path, default=README)
+    command.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md")
     command.add_argument("--results", type=Path, default=RESULTS, help="the folder of the CSVs")
 
     about = "print the regressions between two files of results of one device"

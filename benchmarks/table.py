@@ -1,4 +1,4 @@
-"""The README's table: the speed of training steps against torch's layer."""
+"""Tables of the speed of training steps against torch's layer, for the README and for a page."""
 
 import statistics
 import textwrap
@@ -8,27 +8,23 @@ from benchmarks.steps import case_name, column, is_cuda, training_steps
 
 NO_RESULTS = "`make bench` measures the machine it runs on and writes the results here.\n"
 
-# Rows and columns of the table, in this order; the results have more.
-CASES = (
-    "ResNet-50 x32",
-    "ResNet-50 x256",
-    "memory",
-    "memory + ReLU",
-    "memory + addition + ReLU",
-    "memory + SiLU",
-    "cache",
-    "maps 7x7",
-    "2-D",
-    "sweep",
-    "small layer",
-)
+# Lines of the README's table, in this order; the page has all.
+CASES = {
+    "ResNet-50 x32": "layers of ResNet-50, 32 images",
+    "ResNet-50 x256": "layers of ResNet-50, 256 images",
+    "memory": "larger than the caches",
+    "cache": "fits the last cache",
+    "2-D": "2-D",
+    "sweep": "geometric mean over nets",
+    "small layer": "tiny",
+}
 COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last")
 
 ABOVE = (
-    "Speed of a training step, forward and backward, of one layer on a {processor}; 1.00 is "
-    "{theirs} in the same run, 2.00 takes half its time, a blank cell was not measured."
+    "Speed of a training step, forward and backward, of one layer on a {processor}, relative to "
+    "{theirs}: 2.00x takes half the time."
 )
-# Sentences below the table.
+# Sentences below the tables.
 ORIGIN = (
     "Measured on {device} {how}, on {date} at commit {commit} with torch {torch}; repeated "
     "measurements differ by up to {noise:.0%}."
@@ -37,7 +33,7 @@ ON_CPU = (
     "Communication is excluded: `torch.nn.SyncBatchNorm` does not train on CPUs, so there is no "
     "baseline; in one process it is the `BatchNorm` compared here. Tensors of `memory` are meant "
     "to exceed the caches, tensors of `cache` to fit the last one; the small layer has almost "
-    "nothing to compute."
+    "nothing to compute. A blank cell was not measured."
 )
 OF_SWEEP = (
     "`sweep` is the geometric mean over shapes of {nets}; single shapes range from {low:.2f} to "
@@ -48,65 +44,90 @@ ON_CUDA = (
     "almost nothing to compute: its time is host time."
 )
 DEFAULT_ALLOCATOR = (
-    "Measured with a warm allocator. If the system newly maps every large output, speedups drop "
-    "to {low:.2f}-{high:.2f} (median {half:.2f})."
+    "If the system newly maps every large output, which a warm allocator avoids, speeds are "
+    "{low:.2f}x to {high:.2f}x (median {half:.2f}x)."
 )
-LINKS = (
-    "[All figures](benchmarks/results/{device}.csv) and "
-    "[a picture of them](benchmarks/results/{device}.png)."
-)
+ALL = "[All figures and conditions](benchmarks/README.md)."
+LINKS = "[The figures](results/{device}.csv) also have operators and accuracy."
+PICTURE = "![The table above as a picture, and how fast copying is.](results/{device}.png)"
 
 
-def text(results: list[list[Row]], cases: tuple[str, ...] = CASES) -> str:
-    """Return the generated block: a table for each device, or how to get one."""
-    return "\n".join(_device(rows, cases) for rows in results) or NO_RESULTS
+def text(results: list[list[Row]]) -> str:
+    """Return the README's block: a table for each device, or how to get one."""
+    return "\n".join(map(_summary, results)) or NO_RESULTS
 
 
-def _device(rows: list[Row], cases: tuple[str, ...]) -> str:
-    steps = training_steps(rows)
-    noise = max(abs(row.median - 1) for row in steps if row.variant == "syncbn again/syncbn")
-    origin = {name: getattr(steps[0], name) for name in ("device", "date", "commit", "torch")}
-    if is_cuda(rows):
-        processor, theirs, about = "GPU", "`torch.nn.SyncBatchNorm`", ON_CUDA
-        how = "in a group of one rank over NCCL"
-    else:
-        processor, theirs, about = "CPU", "torch's `BatchNorm`", ON_CPU
-        how = f"with {steps[0].threads} threads, in one process without communication"
-    below = [ORIGIN.format(how=how, noise=noise, **origin), about]
+def page(results: list[list[Row]]) -> str:
+    """Return the page's block: all figures of each device, and their conditions."""
+    return "\n".join(map(_section, results)) or NO_RESULTS
+
+
+def _summary(rows: list[Row]) -> str:
+    sentences = " ".join([ABOVE, ORIGIN, *_default_allocator(rows, tuple(CASES)), ALL])
+    caption = _wrapped(sentences.format(**_setting(rows)))
+    return "\n".join([*_table("input", rows, CASES), "", *caption]) + "\n"
+
+
+def _section(rows: list[Row]) -> str:
+    steps, setting = training_steps(rows), _setting(rows)
+    cases = {name: name for name in map(case_name, steps)}
+    below = [ORIGIN, ON_CUDA if is_cuda(rows) else ON_CPU]
     sweeps = [row for row in steps if row.benchmark == "sweep" and row.variant == "torch/syncbn"]
     if sweeps:
         nets = ", ".join(dict.fromkeys(row.case for row in sweeps if row.case != "sweep"))
         low, high = min(row.q1 for row in sweeps), max(row.q3 for row in sweeps)
         below.append(OF_SWEEP.format(nets=nets, low=low, high=high))
-    default = [row.median for row in _figures(training_steps(rows, "default"), cases)]
-    if default:
-        half = statistics.median(default)
-        below.append(DEFAULT_ALLOCATOR.format(low=min(default), high=max(default), half=half))
-    below.append(LINKS.format(**origin))
-    above = ABOVE.format(processor=processor, theirs=theirs)
-    lines = [*_wrapped(above), "", *_table(_figures(steps, cases), cases), ""]
-    return "\n".join([*lines, *_wrapped(" ".join(below))]) + "\n"
+    below += [*_default_allocator(rows, tuple(cases)), LINKS]
+    lines = [f"## {setting['device']}", "", *_wrapped(ABOVE.format(**setting)), ""]
+    lines += [*_table("case", rows, cases), "", *_wrapped(" ".join(below).format(**setting)), ""]
+    return "\n".join([*lines, PICTURE.format(**setting)]) + "\n"
+
+
+def _setting(rows: list[Row]) -> dict[str, str | float]:
+    """Return the fields of the sentences."""
+    steps = training_steps(rows)
+    noise = max(abs(row.median - 1) for row in steps if row.variant == "syncbn again/syncbn")
+    setting = {name: getattr(steps[0], name) for name in ("device", "date", "commit", "torch")}
+    if is_cuda(rows):
+        processor, theirs = "GPU", "`torch.nn.SyncBatchNorm`"
+        how = "in a group of one rank over NCCL"
+    else:
+        processor, theirs = "CPU", "torch's `BatchNorm`"
+        how = f"with {steps[0].threads} threads, in one process without communication"
+    return setting | {"noise": noise, "processor": processor, "theirs": theirs, "how": how}
+
+
+def _default_allocator(rows: list[Row], cases: tuple[str, ...]) -> list[str]:
+    """Return the sentence about newly mapped outputs, if they were measured."""
+    figures = _figures(training_steps(rows, "default"), cases)
+    if not figures:
+        return []
+    speeds = [row.median for row in figures]
+    half = statistics.median(speeds)
+    return [DEFAULT_ALLOCATOR.format(low=min(speeds), high=max(speeds), half=half)]
 
 
 def _wrapped(sentences: str) -> list[str]:
     return textwrap.wrap(sentences, 100, break_long_words=False, break_on_hyphens=False)
 
 
-def _table(figures: list[Row], cases: tuple[str, ...]) -> list[str]:
+def _table(first: str, rows: list[Row], cases: dict[str, str]) -> list[str]:
+    """Return the lines of a table; ``cases`` maps names to displayed ones."""
+    figures = _figures(training_steps(rows), tuple(cases))
     lines = [
-        f"| case | shape | {' | '.join(COLUMNS)} |",
+        f"| {first} | shape | {' | '.join(COLUMNS)} |",
         "|---|---|" + "---|" * len(COLUMNS),
     ]
-    for case in cases:
+    for case, displayed in cases.items():
         of_case = {column(row): row for row in figures if case_name(row) == case}
         for shape in dict.fromkeys(row.shape for row in of_case.values()):
-            cells = [f"{of_case[name].median:.2f}" if name in of_case else "" for name in COLUMNS]
-            lines.append(f"| {case} | {shape} | {' | '.join(cells)} |")
+            cells = [f"{of_case[name].median:.2f}x" if name in of_case else "" for name in COLUMNS]
+            lines.append(f"| {displayed} | {shape} | {' | '.join(cells)} |")
     return lines
 
 
 def _figures(steps: list[Row], cases: tuple[str, ...]) -> list[Row]:
-    """Return the speeds of the table."""
+    """Return the speeds of a table."""
     return [
         row
         for row in steps

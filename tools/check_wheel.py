@@ -5,6 +5,7 @@
 - torch-abi-audit: the libraries use only torch's stable ABI.
 - check-wheel-contents: the wheel contains no misplaced files.
 - twine: PyPI accepts the metadata and can render the README.
+- The description's links have an address: PyPI has none of the repository's files.
 - The wheel contains all files of the package.
 
 Prints the tools' reports of problems, and exits with status 1 if there are any.
@@ -18,6 +19,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+RELATIVE = re.compile(r'(?:\]\(|^\[[^\]]+\]: |href="|src=")(?!https:)([^)"\s]+)', re.MULTILINE)
 
 
 def run(tool: str, *arguments: str) -> tuple[bool, str]:
@@ -46,6 +48,11 @@ def missing_files(wheel: Path) -> list[str]:
     return sorted(expected - set(zipfile.ZipFile(wheel).namelist()))
 
 
+def relative_links(metadata: str) -> list[str]:
+    """Return the targets of relative links in the description, the text after the headers."""
+    return RELATIVE.findall(metadata.partition("\n\n")[2])
+
+
 def problems(wheel: Path) -> list[str]:
     """Return the tools' reports of problems of a wheel."""
     outcomes = [
@@ -55,9 +62,15 @@ def problems(wheel: Path) -> list[str]:
     ]
     with tempfile.TemporaryDirectory() as folder:
         zipfile.ZipFile(wheel).extractall(folder)
+        (metadata,) = Path(folder).glob("*.dist-info/METADATA")
+        relative = relative_links(metadata.read_text())
         for library in sorted(Path(folder).rglob("*.so")):
             outcomes.append(run("torch-abi-audit", "--check", "torch", str(library)))
     found = [printed for passed, printed in outcomes if not passed]
+    if relative:
+        found.append(
+            f"expected links with https: in the description, but got {', '.join(relative)}"
+        )
     missing = missing_files(wheel)
     if missing:
         found.append(f"expected {', '.join(missing)} in {wheel.name}")

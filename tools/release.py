@@ -17,13 +17,14 @@ def version() -> str:
     return str(found)
 
 
-def problems(tag: str, address: str, changelog: str) -> list[str]:
+def problems(tag: str, address: str, changelog: str, citation: str) -> list[str]:
     """Return the problems that prevent the release of a tag.
 
     Args:
         tag: The tag, "v" and the version.
         address: The address of the tag's repository.
         changelog: The text of CHANGELOG.md.
+        citation: The text of CITATION.cff.
     """
     found = []
     if tag != f"v{version()}":
@@ -32,17 +33,22 @@ def problems(tag: str, address: str, changelog: str) -> list[str]:
         found.append(
             f"expected the repository {repository.url()}, as pyproject.toml says, but got {address}"
         )
-    headings = re.findall(r"^## \[(.+)\](.*)$", changelog, re.MULTILINE)
-    dated = [name for name, date in headings if re.fullmatch(r" - \d{4}-\d\d-\d\d", date)]
-    if version() not in dated:
+    headings = re.findall(r"^## \[(.+)\] - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
+    date = dict(headings).get(version())
+    if date is None:
         found.append(f"expected a line '## [{version()}] - YYYY-MM-DD' in CHANGELOG.md")
+    elif f"\ndate-released: {date}\n" not in citation:
+        found.append(
+            f"expected the line 'date-released: {date}' in CITATION.cff, as in CHANGELOG.md"
+        )
     return found
 
 
 def main() -> None:
     """Check the arguments: a tag and the address of its repository."""
     tag, address = sys.argv[1:]
-    found = problems(tag, address, (ROOT / "CHANGELOG.md").read_text())
+    texts = [(ROOT / name).read_text() for name in ("CHANGELOG.md", "CITATION.cff")]
+    found = problems(tag, address, *texts)
     if found:
         raise SystemExit("\n".join(found))
 

@@ -1,11 +1,10 @@
 """Hooks of mkdocs.yml that generate pages of the documentation site.
 
-README, CONTRIBUTING, CHANGELOG and the results of the benchmarks become pages. Links in the sources
-are relative paths in the repository; they become links to pages or, for other files, to the
-repository. The build fails if a public name is missing on the API page or has no docstring.
+README, CONTRIBUTING, CHANGELOG and the README of benchmarks/ become pages. Links in the sources are
+relative paths in the repository; they become links to pages or, for other files, to the repository.
+The build fails if a public name is missing on the API page or has no docstring.
 """
 
-import io
 import posixpath
 import re
 import sys
@@ -20,7 +19,6 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # mkdocs runs this as a file
 
-from benchmarks import plot, rows, steps, table  # noqa: E402
 from tools import repository  # noqa: E402
 
 # Pages from files outside of docs/.
@@ -28,15 +26,10 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
 }
+PICTURES = "benchmarks/results"
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
-
-BENCHMARKS = """# Benchmarks
-
-The measurements of single layers by `make bench`. The files of results also have rows for
-operators, accuracy and the projected cost of communication.
-
-"""
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -51,7 +44,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages, and check the API page."""
     for source, page in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
-    files.append(File.generated(config, "benchmarks.md", content=_benchmarks(config, files)))
+    for path in (ROOT / PICTURES).glob("*.png"):
+        files.append(File.generated(config, f"{PICTURES}/{path.name}", content=path.read_bytes()))
     api = (Path(config.docs_dir) / "api.md").read_text()
     problems = undocumented(ROOT, re.findall(r"^::: syncbn\.(\w+)$", api, re.MULTILINE))
     if problems:
@@ -59,26 +53,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
-def _benchmarks(config: MkDocsConfig, files: Files) -> str:
-    """Return the page of the benchmarks, and add its pictures."""
-    text = BENCHMARKS
-    for path in sorted(rows.RESULTS.glob("*.csv")):
-        results = rows.read(path)
-        cases = tuple(dict.fromkeys(map(steps.case_name, steps.training_steps(results))))
-        drawn = io.BytesIO()
-        plot.picture(results).savefig(drawn, format="png")
-        picture = f"benchmarks-{path.stem}.png"
-        files.append(File.generated(config, picture, content=drawn.getvalue()))
-        text += f"## {path.stem}\n\n{table.text([results], cases)}\n"
-        text += f"![The table above as a picture, and how fast copying is.]({picture})\n"
-    return text
-
-
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> str:
     """Rewrite links between files of the repository."""
     if page.parent is None:  # the only page of its tab needs no list of pages
         page.meta["hide"] = ["navigation"]
-    made = {page: source for source, page in PAGES.items()} | {"benchmarks.md": "benchmarks.md"}
+    made = {page: source for source, page in PAGES.items()}
     source = made.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return rewritten(markdown, source, {file.src_uri for file in files})
 

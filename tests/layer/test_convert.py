@@ -452,7 +452,7 @@ class Doubled(nn.BatchNorm2d):
 @pytest.mark.parametrize("package", ["torch", "timm"])
 @pytest.mark.parametrize("cls", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, Doubled])
 def test_other_converters_turn_ours_into_torchs_and_ours_turns_them_back(package, cls):
-    """So ours has to be called last; the README says so."""
+    """So ours has to be called last; docs/from_torch.md says so."""
     convert = nn.SyncBatchNorm.convert_sync_batchnorm
     if package == "timm":
         convert = pytest.importorskip("timm.layers", exc_type=ImportError).convert_sync_batchnorm

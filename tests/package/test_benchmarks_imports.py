@@ -62,10 +62,12 @@ sys.modules.update(dict.fromkeys({modules}))
 
 @pytest.mark.parametrize("command", ["table", "compare"])
 def test_results_are_read_with_nothing_but_python(tmp_path, command):
-    readme, results = tmp_path / "README.md", tmp_path / "abacus.csv"
-    readme.write_text("<!-- benchmark table -->\n<!-- end of benchmark table -->\n")
+    results = tmp_path / "abacus.csv"
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("README.md", "benchmarks/README.md"):
+        (tmp_path / name).write_text("<!-- benchmark table -->\n<!-- end of benchmark table -->\n")
     write(results, step_rows(SUITES["tiny"].cases[0], 1.0))
-    args = {"table": ("--readme", readme, "--results", tmp_path), "compare": (results, results)}
+    args = {"table": ("--root", tmp_path, "--results", tmp_path), "compare": (results, results)}
     code = without("torch", "syncbn", "numpy", "matplotlib")
     code += "from benchmarks.__main__ import main; main()"
     result = execute("-c", code, command, *args[command])

@@ -8,26 +8,7 @@ import pytest
 from support.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [
-    "README.md",
-    "CONTRIBUTING.md",
-    "CHANGELOG.md",
-    "SECURITY.md",
-    "docs/api.md",
-    "docs/architecture.md",
-    "docs/choosing.md",
-    "docs/devices.md",
-    "docs/failures.md",
-    "docs/fusion.md",
-    "docs/integrations.md",
-    "docs/masks.md",
-    "docs/numerics.md",
-    "docs/pytorch2.md",
-    "docs/standin.md",
-    "docs/statistics.md",
-    "docs/support.md",
-    "docs/tutorial.md",
-]
+DOCUMENTS = [path for folder in (".", "benchmarks", "docs") for path in ROOT.glob(f"{folder}/*.md")]
 
 
 def blocks(language, document=README):
@@ -40,6 +21,12 @@ def in_a_group(code):
     return f"{begin}{code}\ntorch.distributed.destroy_process_group()\n"
 
 
+def running_means(output):
+    """Return what the program prints, by rank and layer."""
+    lines = re.findall(r"rank (\d), (\w+): tensor\(\[(.*?), (.*?)\]\)", output)
+    return {(int(rank), layer): (float(a), float(b)) for rank, layer, a, b in lines}
+
+
 TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
@@ -50,8 +37,14 @@ def test_python_code_runs_in_one_process_and_in_two(tmp_path, launch):
     command = [sys.executable, *launch, "train.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    printed = re.findall(r"tensor\([^)]*\)", result.stdout)
-    assert len(printed) == (2 if launch else 1) and len(set(printed)) == 1
+    printed = running_means(result.stdout)
+    if launch:
+        (shown,) = blocks("text")
+        assert printed == pytest.approx(running_means(shown), abs=1e-4)  # the last shown digit
+        assert printed[0, "SyncBatchNorm2d"] == printed[1, "SyncBatchNorm2d"]
+    else:
+        assert printed.keys() == {(0, "BatchNorm2d"), (0, "SyncBatchNorm2d")}
+        assert len(set(printed.values())) == 1
 
 
 @pytest.mark.any_torch
@@ -93,8 +86,10 @@ def commands():
 
 
 def test_commands_are_the_ones_that_are_tested():
-    """.ci/run installs, test_examples runs the demo, `make test` is what runs this."""
-    assert commands() == ["pip install .", "make demo", "make test"]
+    """.ci/run installs in both ways and runs all tests, test_examples runs the demo."""
+    install = "pip install --no-build-isolation ."
+    targets = ["make demo", "make test", "make test-all"]
+    assert commands() == [install, install, "pip install .", *targets]
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "bench", "works", "wheels"])
@@ -103,9 +98,8 @@ def test_make_knows_the_target(target):
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_links_lead_somewhere(name):
-    document = ROOT / name
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document):
     for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
         assert (document.parent / target).exists(), target
 

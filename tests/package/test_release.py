@@ -12,6 +12,7 @@ from tools import release, repository
 pytestmark = pytest.mark.any_torch
 
 DATED = f"# Changelog\n\n## [Unreleased]\n\n## [{release.version()}] - 2026-12-01\n\n- All.\n"
+CITATION = "title: syncbn\ndate-released: 2026-12-01\nlicense: BSD-3-Clause\n"
 TAG = f"v{release.version()}"
 
 
@@ -21,14 +22,15 @@ def test_version_is_that_of_setup_py():
 
 
 def test_version_stands_in_one_place():
-    """But for documents, and for results, which say what they are of."""
+    """But for documents, and for results, which say what they are of. The citation has the same."""
     found = [
         path.name
         for pattern in ("*.py", "*.toml", "*.cff", "syncbn/**/*.py", "csrc/**/*.*", "tools/*.py")
         for path in ROOT.glob(pattern)
         if re.search(rf"(?<![\d.]){re.escape(release.version())}(?![\d.])", path.read_text())
     ]
-    assert found == ["setup.py"]
+    assert found == ["setup.py", "CITATION.cff"]
+    assert f"\nversion: {release.version()}\n" in (ROOT / "CITATION.cff").read_text()
 
 
 def test_changelog_has_the_version():
@@ -36,7 +38,7 @@ def test_changelog_has_the_version():
 
 
 def test_a_release_that_is_ready_has_no_problems():
-    assert release.problems(TAG, repository.url(), DATED) == []
+    assert release.problems(TAG, repository.url(), DATED, CITATION) == []
 
 
 @pytest.mark.parametrize(
@@ -47,10 +49,11 @@ def test_a_release_that_is_ready_has_no_problems():
         (TAG, "https://github.com/somebody/else", DATED, "expected the repository"),
         (TAG, repository.url(), DATED.replace("2026-12-01", "soon"), "YYYY-MM-DD"),
         (TAG, repository.url(), DATED.replace(release.version(), "0.0.1"), "YYYY-MM-DD"),
+        (TAG, repository.url(), DATED.replace("2026-12-01", "2026-12-02"), "in CITATION.cff"),
     ],
 )
 def test_what_is_not_ready_is_said(tag, address, changelog, words):
-    (problem,) = release.problems(tag, address, changelog)
+    (problem,) = release.problems(tag, address, changelog, CITATION)
     assert words in problem
 
 

@@ -1,5 +1,7 @@
-"""What is released: the checks of wheels, what the sdist holds, the settings of cibuildwheel."""
+"""What is released: the checks of wheels, the sdist and its metadata, cibuildwheel's settings."""
 
+import email
+import re
 import subprocess
 import sys
 import tarfile
@@ -11,14 +13,16 @@ import torch
 from support.paths import ROOT
 
 import syncbn
-from tools import check_wheel, release
+from tools import check_wheel, release, repository
 
 pytestmark = pytest.mark.any_torch
 
+PYTHONS = (10, 11, 12, 13, 14)  # minor versions with a wheel
 PACKAGE = Path(syncbn.__file__).parent
 PYTHON = f"cp{sys.version_info.major}{sys.version_info.minor}"
 TAG = f"{PYTHON}-{PYTHON}-linux_x86_64"
 NAME = f"syncbn-{release.version()}-{TAG}.whl"
+INFO = f"syncbn-{release.version()}.dist-info"
 METADATA = f"""Metadata-Version: 2.1
 Name: syncbn
 Version: {release.version()}
@@ -32,16 +36,15 @@ WHEEL = f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: {TAG
 
 def write_wheel(folder, changes=(), name=NAME):
     """Write a wheel of what is installed; ``changes`` have other contents, or None for none."""
-    info = f"syncbn-{release.version()}.dist-info"
     files = {
         f"syncbn/{path.relative_to(PACKAGE).as_posix()}": path.read_bytes()
         for path in (*PACKAGE.rglob("*.py"), *PACKAGE.glob("*.pyi"), *PACKAGE.glob("*.so"))
         if path.is_file()
     }
-    files |= {"syncbn/py.typed": b"", f"{info}/METADATA": METADATA, f"{info}/WHEEL": WHEEL}
+    files |= {"syncbn/py.typed": b"", f"{INFO}/METADATA": METADATA, f"{INFO}/WHEEL": WHEEL}
     files |= dict(changes)
     files = {path: content for path, content in files.items() if content is not None}
-    files[f"{info}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{info}/RECORD"))
+    files[f"{INFO}/RECORD"] = "".join(f"{path},,\n" for path in (*files, f"{INFO}/RECORD"))
     with zipfile.ZipFile(folder / name, "w") as wheel:
         for path, content in files.items():
             wheel.writestr(path, content)
@@ -58,7 +61,11 @@ def test_a_wheel_of_what_is_installed_passes(tmp_path):
         ({"syncbn/py.typed": None}, "expected syncbn/py.typed in"),
         ({"syncbn/convert.py": None}, "expected syncbn/convert.py in"),
         ({"tests/conftest.py": b"pass\n"}, "W005"),
-        ({f"syncbn-{release.version()}.dist-info/METADATA": METADATA[:-10]}, "long_description"),
+        ({f"{INFO}/METADATA": METADATA[:-10]}, "long_description"),
+        (
+            {f"{INFO}/METADATA": METADATA + "[a](docs/a.md)"},
+            "in the description, but got docs/a.md",
+        ),
     ],
 )
 def test_what_is_wrong_in_a_wheel_is_found(tmp_path, changes, words):
@@ -87,21 +94,63 @@ def test_wheel_that_does_not_say_its_python_is_found(tmp_path):
     )
 
 
-def test_sdist_holds_what_git_does(tmp_path):
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sdist")
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", f"--outdir={folder}"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    (archive,) = folder.iterdir()
+    return archive
+
+
+@pytest.fixture(scope="module")
+def metadata(sdist):
+    """Wheels have the same: setup.py writes both."""
+    with tarfile.open(sdist) as file:
+        return file.extractfile(f"syncbn-{release.version()}/PKG-INFO").read().decode()
+
+
+def test_sdist_holds_what_git_does(sdist):
     """So that it builds the same from a folder without git."""
     if not (ROOT / ".git").exists():
         pytest.skip("no checkout of git is here to compare with")
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
-    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", f"--outdir={tmp_path}"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
-    (archive,) = tmp_path.iterdir()
-    with tarfile.open(archive) as file:
+    with tarfile.open(sdist) as file:
         held = {name.partition("/")[2] for name in file.getnames()}
     assert held >= set(listed) - {".gitignore"}
     assert not [name for name in held if name.endswith(".so")]
+
+
+def test_pypi_takes_the_metadata(sdist):
+    passed, printed = check_wheel.run("twine", "check", "--strict", str(sdist))
+    assert passed, printed
+
+
+def test_description_is_the_readme_with_links_to_files_of_this_version(metadata):
+    assert check_wheel.relative_links(metadata) == []
+    files = rf"{re.escape(repository.url())}/(?:blob|raw)/v{re.escape(release.version())}/"
+    linked = re.findall(rf"\({files}([^)#]+)", metadata)
+    assert len(linked) > 10
+    assert not [path for path in linked if not (ROOT / path).exists()]
+    assert f"]({repository.url()}/raw/v{release.version()}/docs/digits.png)" in metadata
+    description = metadata.partition("\n\n")[2]
+    assert re.sub(files, "", description).strip() == (ROOT / "README.md").read_text().strip()
+
+
+def test_metadata_says_for_what_and_where(metadata):
+    headers = email.message_from_string(metadata)
+    assert headers["License-Expression"] == "BSD-3-Clause" and headers["Author"]
+    urls = dict(line.split(", ") for line in headers.get_all("Project-URL"))
+    assert urls.keys() == {"Changelog", "Documentation", "Issues", "Repository"}
+    assert urls["Repository"] == repository.url()
+    assert all(urls[name].startswith(repository.url()) for name in ("Changelog", "Issues"))
+    classifiers = headers.get_all("Classifier")
+    pythons = [re.fullmatch(r"Programming Language :: Python :: 3\.(\d+)", c) for c in classifiers]
+    assert tuple(int(python[1]) for python in pythons if python) == PYTHONS
+    assert "Environment :: GPU :: NVIDIA CUDA" in classifiers
 
 
 def test_cibuildwheel_reads_its_settings():
@@ -110,6 +159,4 @@ def test_cibuildwheel_reads_its_settings():
     result = subprocess.run(
         [*command, "--platform=linux"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert result.stdout.split() == [
-        f"cp3{minor}-manylinux_x86_64" for minor in (10, 11, 12, 13, 14)
-    ]
+    assert result.stdout.split() == [f"cp3{minor}-manylinux_x86_64" for minor in PYTHONS]
