@@ -18,7 +18,10 @@ DOCUMENTS = [
     "docs/choosing.md",
     "docs/devices.md",
     "docs/failures.md",
+    "docs/from_torch.md",
     "docs/fusion.md",
+    "docs/index.md",
+    "docs/install.md",
     "docs/integrations.md",
     "docs/masks.md",
     "docs/numerics.md",
@@ -26,6 +29,7 @@ DOCUMENTS = [
     "docs/standin.md",
     "docs/statistics.md",
     "docs/support.md",
+    "docs/troubleshooting.md",
     "docs/tutorial.md",
 ]
 
