@@ -1,4 +1,4 @@
-"""The address of the project's repository: the entry ``Repository`` in pyproject.toml.
+"""The project's addresses: the entries of ``[project.urls]`` in pyproject.toml.
 
 Parsed by a regular expression, because Python 3.10 has no TOML parser.
 """
@@ -9,13 +9,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def url() -> str:
-    """Return the address of the repository's page.
+def url(name: str = "Repository") -> str:
+    """Return the address of an entry.
 
     Raises:
         ValueError: pyproject.toml has no such line.
     """
-    found = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(rf'^{name} = "(.+)"$', text, re.MULTILINE)
     if found is None:
-        raise ValueError('expected a line Repository = "https://..." in pyproject.toml')
+        raise ValueError(f'expected a line {name} = "https://..." in pyproject.toml')
     return found[1]

@@ -1,8 +1,8 @@
 """Hooks of mkdocs.yml that generate pages of the documentation site.
 
-README, CONTRIBUTING, CHANGELOG and the README of benchmarks/ become pages. Links in the sources are
-relative paths in the repository; they become links to pages or, for other files, to the repository.
-The build fails if a public name is missing on the API page or has no docstring.
+CONTRIBUTING, CHANGELOG, an example and the README of benchmarks/ become pages. Links in the sources
+are relative paths in the repository; they become links to pages or, for other files, to the
+repository. The build fails if a public name is missing on the API page or has no docstring.
 """
 
 import posixpath
@@ -19,22 +19,37 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # mkdocs runs this as a file
 
-from tools import repository  # noqa: E402
+from tools import release, repository, site_docstrings  # noqa: E402
 
 # Pages from files outside of docs/.
 PAGES = {
-    "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
+    "examples/resnet18.py": "resnet18.md",
 }
 PICTURES = "benchmarks/results"
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
+EXAMPLE = """# Example: ResNet-18
+
+{}
+
+```{{ .python data-search-exclude }}
+{}
+```
+"""
+NAMES = "<!-- table of names -->\n"
+SOUGHT = ("from_torch.md", "install.md", "troubleshooting.md")  # come first in a search
+SHOWN = re.compile(r"^::: syncbn\.(\w+)$", re.MULTILINE)  # on the API page
+
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Set the address of the repository."""
+    """Set the version, and the addresses of the repository and of the site."""
+    config.site_name += f" {release.version()}"
     config.repo_url = repository.url()
+    # `mkdocs serve` has set its own.
+    config.site_url = config.site_url or repository.url("Documentation")
     config.repo_name = "Repository"
     config.edit_uri = ""
     return config
@@ -43,22 +58,30 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the generated pages, and check the API page."""
     for source, page in PAGES.items():
-        files.append(File.generated(config, page, content=(ROOT / source).read_text()))
+        text = (ROOT / source).read_text()
+        if source.endswith(".py"):
+            _, documentation, code = text.split('"""', 2)
+            text = EXAMPLE.format(documentation.strip(), code.strip())
+        files.append(File.generated(config, page, content=text))
     for path in (ROOT / PICTURES).glob("*.png"):
         files.append(File.generated(config, f"{PICTURES}/{path.name}", content=path.read_bytes()))
     api = (Path(config.docs_dir) / "api.md").read_text()
-    problems = undocumented(ROOT, re.findall(r"^::: syncbn\.(\w+)$", api, re.MULTILINE))
+    problems = undocumented(ROOT, SHOWN.findall(api))
     if problems:
         raise PluginError("\n".join(problems))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, files: Files, **_: object) -> str:
-    """Rewrite links between files of the repository."""
+    """Rewrite links between files of the repository, and fill in the table of names."""
+    if page.file.src_uri in SOUGHT:
+        page.meta["search"] = {"boost": 4}
     if page.parent is None:  # the only page of its tab needs no list of pages
         page.meta["hide"] = ["navigation"]
     made = {page: source for source, page in PAGES.items()}
     source = made.get(page.file.src_uri, f"docs/{page.file.src_uri}")
+    if NAMES in markdown:
+        markdown = markdown.replace(NAMES, names(SHOWN.findall(markdown)))
     return rewritten(markdown, source, {file.src_uri for file in files})
 
 
@@ -80,6 +103,17 @@ def rewritten(markdown: str, source: str, pages: set[str]) -> str:
         return match[0]
 
     return LINK.sub(link, markdown)
+
+
+def names(on_page: list[str]) -> str:
+    """Return the table of public names, with the first sentence of each docstring."""
+    package = griffe.load("syncbn", search_paths=[ROOT], try_relative_path=False)
+    rows = ["| name | |\n|---|---|\n"]
+    for name in on_page:
+        docstring = package[name].final_target.docstring
+        first = docstring.value.split("\n\n")[0].replace("\n", " ") if docstring else ""
+        rows.append(f"| [`{name}`][syncbn.{name}] | {site_docstrings.to_markdown(first)} |\n")
+    return "".join(rows)
 
 
 def undocumented(root: Path, on_page: list[str]) -> list[str]:

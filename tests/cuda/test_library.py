@@ -148,6 +148,11 @@ def test_torch_without_cuda_loads_the_cpu_operators_and_says_so(prepare, words):
     assert re.search(words, result.stdout)
 
 
+@pytest.mark.trouble(
+    "Training on a GPU is slow, with the warning “no operators for 'cuda'”",
+    "The build has no CUDA operators; `python -m syncbn.collect_env` gives the reason",
+    "Build again with `SYNCBN_CUDA=1`: [Install](install.md#cuda)",
+)
 def test_warning_of_cuda_tensors_without_operators_gives_the_reason(monkeypatch):
     monkeypatch.setattr(_extension, "cuda_missing", "it was built without them")
     monkeypatch.setattr(_extension, "device_types", ("cpu", "meta"))
@@ -184,6 +189,11 @@ needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="torch 
         (None, "no nvcc was found; install the CUDA toolkit"),
         ("echo release 11.8", "is of CUDA 11, but torch .* has CUDA 1"),
     ],
+)
+@pytest.mark.trouble(
+    "“SYNCBN_CUDA=1, but the CUDA operators cannot be built”",
+    "There is no `nvcc`, or it is of another CUDA than torch; the message says which",
+    "Install the CUDA toolkit of torch's major version, or set `CUDA_HOME`",
 )
 def test_cuda_that_cannot_be_built(tmp_path, nvcc, words):
     asked_for = configure(tmp_path / "1", "1", nvcc)

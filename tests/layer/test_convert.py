@@ -238,6 +238,11 @@ def test_state_dict_hooks_get_the_new_layer():
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.trouble(
+    "“run one batch” through the model before converting it",
+    "A lazy layer does not know its number of channels yet",
+    "Call the model once, then convert it",
+)
 def test_lazy_layer_is_an_error_and_nothing_is_changed():
     original = nn.Sequential(nn.BatchNorm2d(3), nn.LazyBatchNorm2d())
     with pytest.raises(ValueError, match="'1' is a LazyBatchNorm2d.*run one batch"):
@@ -451,6 +456,11 @@ class Doubled(nn.BatchNorm2d):
 
 @pytest.mark.parametrize("package", ["torch", "timm"])
 @pytest.mark.parametrize("cls", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, Doubled])
+@pytest.mark.trouble(
+    "The layers are `torch.nn.SyncBatchNorm` in spite of the conversion; DDP refuses them on CPUs",
+    "Another converter ran after `convert_sync_batchnorm`, often a framework's switch",
+    "Switch that off, or convert again as the last one. [Frameworks](integrations.md)",
+)
 def test_other_converters_turn_ours_into_torchs_and_ours_turns_them_back(package, cls):
     """So ours has to be called last; docs/from_torch.md says so."""
     convert = nn.SyncBatchNorm.convert_sync_batchnorm

@@ -227,6 +227,11 @@ def test_transforms_of_training_say_what_to_do_instead(name):
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
+@pytest.mark.trouble(
+    "“torch.jit.trace” refuses the model",
+    "It cannot record a layer in training mode",
+    "`eval()`, or [`revert_sync_batchnorm`](api.md#syncbn.revert_sync_batchnorm) first",
+)
 def test_trace_of_training_says_what_to_do_instead():
     layer, x = SyncBatchNorm(3), torch.rand(4, 3)
     with pytest.raises(NotImplementedError, match="torch.jit.trace; call eval"):

@@ -148,6 +148,11 @@ def run_out_on_one_rank(rank, world_size, stage):
 
 
 @pytest.mark.parametrize("stage", ["stats", "apply"])
+@pytest.mark.trouble(
+    "One rank runs out of memory, “OutOfMemoryError”, and the others raise too",
+    "The batch does not fit into the memory of that rank",
+    "A smaller batch, or catch the error on all ranks and [continue](failures.md)",
+)
 def test_rank_that_runs_out_names_its_layer(stage):
     with Ranks(2, case_seconds=30) as ranks:
         other, failed = ranks.outcomes(run_out_on_one_rank, stage)

@@ -65,12 +65,22 @@ def sources(tmp_path):
     return tmp_path
 
 
+@pytest.mark.trouble(
+    "“compiled operators cannot be loaded” at import",
+    "Python runs in a clone that was not built, or the package was built for another Python",
+    "`pip install --no-build-isolation .` in the clone",
+)
 def test_missing_binary_is_an_error_with_the_way_out(sources):
     error = import_error(sources, "")
     assert "compiled operators cannot be loaded" in error
     assert "pip install --no-build-isolation ." in error
 
 
+@pytest.mark.trouble(
+    "“needs torch 2.11 or later”",
+    "The installed torch is older",
+    "`pip install --upgrade torch`",
+)
 def test_too_old_torch_is_an_error_with_the_way_out(sources):
     error = import_error(sources, "import torch; torch.__version__ = '2.10.1'")
     assert "needs torch 2.11 or later, but found torch 2.10.1" in error
@@ -110,6 +120,11 @@ def test_compiler_of_several_words_is_found(tmp_path):
 
 @pytest.mark.any_torch
 @pytest.mark.parametrize("there", ["nothing", "ninja"])
+@pytest.mark.trouble(
+    "“needs a C++ compiler” in the build",
+    "No `g++` or `clang++` is on `PATH`",
+    "`apt install g++`, or set `CXX`",
+)
 def test_no_compiler_on_path_is_an_error_with_the_way_out(tmp_path, monkeypatch, there):
     """Ninja compiles with the compiler that torch names, else setuptools with Python's own."""
     monkeypatch.delenv("CXX", raising=False)

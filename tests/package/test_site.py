@@ -1,11 +1,13 @@
 """The documentation site: `make docs` builds it, and fails where something in it is wrong."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from support.paths import ROOT
@@ -40,22 +42,75 @@ def checkout(tmp_path):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
     for path in (*ROOT.glob("*.md"), ROOT / "mkdocs.yml", ROOT / "pyproject.toml"):
         shutil.copy(path, tmp_path)
-    for name in (".ci", "csrc", "examples", "tests", "CITATION.cff", "LICENSE"):
+    for name in (".ci", "csrc", "examples", "setup.py", "tests", "CITATION.cff", "LICENSE"):
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
 
 
-def test_every_public_name_is_on_the_api_page(site):
+def test_every_public_name_is_on_the_api_page_first_in_a_table(site):
     page = (site / "api/index.html").read_text()
+    table, _, _ = page.partition("</table>")
     for name in syncbn.__all__:
         assert f'id="syncbn.{name}"' in page, name
+        assert f'href="#syncbn.{name}"' in table, name
+    assert "extra_repr" not in page
 
 
-def test_start_page_is_the_readme_and_shows_its_picture(site):
+def test_start_page_shows_the_picture_and_the_version(site):
     page = (site / "index.html").read_text()
-    assert "Synchronized batch normalization for PyTorch." in page
     (picture,) = re.findall(r'<img[^>]* src="([^"]*digits[^"]*)"', page)
     assert (site / picture).stat().st_size > 10_000
+    assert f" - syncbn {syncbn.__version__}</title>" in page
+
+
+def test_labels_are_titles(site):
+    start = (site / "index.html").read_text()
+    links = re.findall(r'<a href="([^":]+/)" class="md-nav__link">(.*?)</a>', start, re.DOTALL)
+    assert len(links) > 15
+    for address, label in links:
+        (title,) = re.findall(r"<h1[^>]*>(.*?)<", (site / address / "index.html").read_text())
+        assert re.sub(r"<[^>]*>", "", label).strip() == title
+
+
+ADDRESS = repository.url("Documentation")
+
+
+def test_pages_know_their_address(site):
+    addresses = re.findall("<loc>(.*)</loc>", (site / "sitemap.xml").read_text())
+    assert len(addresses) > 15
+    for address in addresses:
+        assert address.startswith(ADDRESS)
+        page = site / address.removeprefix(ADDRESS) / "index.html"
+        assert f'<link rel="canonical" href="{address}">' in page.read_text()
+
+
+def test_page_of_missing_addresses_works_in_each_folder(site):
+    links = re.findall(r'(?:href|src)="([^"#]+)"', (site / "404.html").read_text())
+    own = [link for link in links if not urlsplit(link).netloc]
+    assert len(own) > 15
+    for link in own:
+        folder = urlsplit(ADDRESS).path
+        assert link.startswith(folder) and (site / link.removeprefix(folder)).exists(), link
+
+
+@pytest.mark.parametrize(
+    ("words", "page"),
+    [
+        *((words, "troubleshooting/") for words in ("hang", "stuck", "deadlock", "freeze", "NaN")),
+        ("out of memory", "troubleshooting/"),
+        ("uninstall", "install/"),
+        ("Windows", "install/"),
+        ("convert", "api/"),
+    ],
+)
+def test_search_finds_words_of_users(site, words, page):
+    sections = json.loads((site / "search/search_index.json").read_text())["docs"]
+    found = {
+        section["location"].partition("#")[0]
+        for section in sections
+        if re.search(rf"\b{words}(?!_)", section["title"] + section["text"], re.IGNORECASE)
+    }
+    assert page in found
 
 
 def test_page_of_the_benchmarks_shows_its_tables_and_pictures(site):
@@ -68,17 +123,19 @@ def test_page_of_the_benchmarks_shows_its_tables_and_pictures(site):
 
 def test_nothing_is_fetched_from_elsewhere(site):
     for page in site.rglob("*.html"):
+        text = page.read_text()
         fetched = re.findall(
-            r'<(?:script|img|link rel="stylesheet")[^>]*(?:src|href)="(http[^"]*)', page.read_text()
+            r'<(?:script|img|link rel="(?!canonical))[^>]*(?:src|href)="(http[^"]*)', text
         )
         assert fetched == [], page
+        assert 'data-md-component="source"' not in text  # Material's program asks GitHub for it
 
 
 WRONG = [  # in which file, what, and the words of the complaint
     ("docs/choosing.md", "[gone](gone.md)", "'gone.md', but the target is not found"),
     ("docs/choosing.md", "[gone](../tests/gone.py)", "'../tests/gone.py', but the target"),
     ("docs/choosing.md", "[gone](fusion.md#gone)", "does not contain an anchor '#gone'"),
-    ("README.md", "[gone](docs/gone.md)", "'docs/gone.md', but the target is not found"),
+    ("CONTRIBUTING.md", "[gone](docs/gone.md)", "'docs/gone.md', but the target is not found"),
     ("docs/new.md", "# Not in the navigation", "new.md"),
 ]
 
@@ -140,7 +197,8 @@ FILES = repository.url() + "/blob/main"
         ("README.md", "docs/digits.png", "digits.png"),
         ("README.md", "tests/conftest.py", f"{FILES}/tests/conftest.py"),
         ("README.md", "examples", f"{repository.url()}/tree/main/examples"),
-        ("docs/choosing.md", "../README.md#install", "index.md#install"),
+        ("docs/choosing.md", "../README.md#install", f"{FILES}/README.md#install"),
+        ("docs/tutorial.md", "../examples/resnet18.py", "resnet18.md"),
         ("docs/choosing.md", "fusion.md", "fusion.md"),
         ("docs/choosing.md", "../tests/conftest.py", f"{FILES}/tests/conftest.py"),
         ("docs/choosing.md", "../tests/gone.py", "../tests/gone.py"),
@@ -149,7 +207,7 @@ FILES = repository.url() + "/blob/main"
     ],
 )
 def test_links_lead_to_pages_or_to_the_repository(source, link, expected):
-    pages = {"choosing.md", "contributing.md", "fusion.md", "index.md", "digits.png"}
+    pages = {"choosing.md", "contributing.md", "fusion.md", "resnet18.md", "digits.png"}
     assert site_hooks.rewritten(f"a [link\nof words]({link}), and", source, pages) == (
         f"a [link\nof words]({expected}), and"
     )

@@ -327,6 +327,11 @@ def abort_after_sends(rank, world_size):
     layer(torch.ones(2, 3).long() if rank == 2 else torch.rand(2, 3))
 
 
+@pytest.mark.trouble(
+    "“aborted this forward pass”",
+    "Another rank raised an error in this layer; the message quotes it",
+    "Correct that error",
+)
 def test_rank_aborts_where_others_do_not_ask():
     with Ranks(3, case_seconds=30) as ranks:
         *others, failed = ranks.outcomes(abort_after_sends)

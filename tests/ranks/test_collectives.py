@@ -135,6 +135,11 @@ def train(rank, world_size, channels, name="body.bn1"):
     layer(torch.rand(4, channels[rank]))
 
 
+@pytest.mark.trouble(
+    "“expected the same channels on all ranks”",
+    "The ranks have layers of different sizes, or run them in another order",
+    "Build and run the same layers in the same order on all ranks",
+)
 def test_ranks_with_different_channels_all_fail_with_words():
     """Without the comparison before it, gloo would end one of the processes by SIGABRT."""
     with Ranks(3, case_seconds=30) as ranks:
@@ -186,6 +191,12 @@ def leave_before_the_double_backward(rank, world_size):
         (leave_before_the_backward, "backward"),
         (leave_before_the_double_backward, "double backward"),
     ],
+)
+@pytest.mark.trouble(
+    "“all-reduce of a SyncBatchNorm layer failed”",
+    "Another rank ended, failed or did not come in time",
+    "Read the first error of the other ranks; restart from a checkpoint, or [continue in "
+    "a new group](failures.md#continue-in-a-new-group)",
 )
 def test_rank_that_dies_fails_the_others_at_once_with_words(case, direction):
     with Ranks(2, case_seconds=30) as ranks:

@@ -58,6 +58,13 @@ def started(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("fault", "where", "world_size", "mode"), CASES)
+@pytest.mark.trouble(
+    "Training hangs, is stuck or freezes (a deadlock), until the group's timeout",
+    "One rank makes no pass: it alone runs in `eval()`, raised outside of the layers and "
+    "continues, or is stopped",
+    "Do the same on all ranks; end a rank that fails. `init_process_group(timeout=...)` "
+    "shortens the wait. [All cases](failures.md)",
+)
 def test_what_becomes_of_the_ranks(fault, where, world_size, mode, started, request):
     check(fault, where, world_size, mode, started[request.node.callspec.id].result())
 

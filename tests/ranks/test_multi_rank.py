@@ -156,6 +156,12 @@ def one_value(rank, world_size, momentum, last):
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.trouble(
+    "“Expected more than 1 value per channel when training”",
+    "The batch of all ranks together has one value per channel",
+    "`DataLoader(drop_last=True)`, larger batches, or "
+    "[`freeze_statistics`](statistics.md#freeze_statistics)",
+)
 def test_one_value_in_the_whole_group_is_an_error_on_all_ranks(ranks, world_size, momentum, last):
     results = ranks(world_size).run(one_value, momentum, last)
     for rank, (words, is_kept, mean) in enumerate(results):

@@ -312,6 +312,11 @@ def other_layers(rank, world_size):
     recompute_statistics(model, make_batches(rank, 2))
 
 
+@pytest.mark.trouble(
+    "“different passes”",
+    "The ranks have different layers, or run them in another order",
+    "Build and run the same layers in the same order on all ranks",
+)
 def test_ranks_with_other_layers_fail(ranks):
     for outcome in ranks(2).outcomes(other_layers):
         assert isinstance(outcome, Failure) and outcome.kind == "RuntimeError"
