@@ -1,6 +1,5 @@
 import ctypes
 import os
-import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -143,23 +142,6 @@ def three_ranks(ranks: Callable[..., Ranks]) -> Ranks:
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The CUDA kernels on emulated threads, as a host compiler builds them."""
     return emulated.build(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture(scope="session")
-def ptx_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """The CUDA kernels on emulated threads, as nvcc builds them."""
-    if emulated.IS_SANITIZED:
-        pytest.skip("the sanitizer checks the kernels that a host compiler builds")
-    from tools import cuda  # takes the time that torch takes to look for CUDA
-
-    nvcc = cuda.find("bin/nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc is here whose PTX could be run")
-    version = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
-    if "release 13." not in version:
-        pytest.skip(f"expected nvcc 13, whose launches cuda_runtime.cpp knows, but got {version}")
-    architecture = os.environ.get("SYNCBN_PTX_ARCH", "80")
-    return emulated.build_ptx(tmp_path_factory.mktemp("kernels"), nvcc, architecture)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import math
 import pytest
 import torch
 from support.cases import (
+    CUDA_SHAPES,
     DTYPES,
-    SHAPES,
     assert_normalized_close,
     layouts,
     make_input,
@@ -22,25 +22,6 @@ from support.cases import (
 from support.emulated import MULTIPROCESSORS, Device, on_all_devices, placed, totals_of
 
 EPS = 1e-5
-
-CUDA_SHAPES = [
-    *[shape for shape in SHAPES if math.prod(shape) < 20_000],
-    (2, 2, 101, 103),  # unaligned planes, split
-    (1, 3),  # one value in each channel
-    (1500, 24),  # 16-byte vectors of channels, whole and split
-    (3000, 24),  # two full chunks of rows for a thread, on one multiprocessor
-    (10000, 31),  # one channel at a time, in more segments than reducing threads load at once
-    (1001, 34),  # 4-byte vectors of channels
-    (40, 300),  # more vectors of channels than a tile
-    (5, 3, 7, 7),
-    (21, 2, 28, 28),  # planes of whole vectors
-    (900, 3, 3),  # planes shorter than a vector
-    (2100, 8, 3),  # planes that together have whole vectors: whole and split
-    (70, 24, 7, 7),
-    (70, 18, 2, 2),  # fewer of them in the last tile, in 16 bits
-    (2, 1025, 2),  # many channels of few values
-    (20, 1, 1033),  # one channel, split
-]
 
 
 def all_cases():
@@ -175,14 +156,6 @@ each_operator = pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS)
 def test_matches_float64(library, check, shape, layout, dtype):
     x = make_input(shape, layout, dtype)
     check(library, placed(x, 0), placed(make_input(shape, layout, dtype, mean=0.1, seed=1), 0))
-
-
-@pytest.mark.parametrize("check", [check_stats, check_backward_reduce])
-@pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases())
-def test_reductions_of_ptx_in_any_order_of_blocks(ptx_library, check, shape, layout, dtype):
-    """Tests of the stand-in for CUDA run all else that nvcc makes, in one order."""
-    x = make_input(shape, layout, dtype)
-    check(ptx_library, placed(x, 0), placed(make_input(shape, layout, dtype, mean=0.1, seed=1), 0))
 
 
 # The tensors of the input's shape begin this many values past an aligned address.
@@ -341,12 +314,6 @@ MANY_SEGMENTS = {
 @pytest.mark.parametrize("shape", MANY_SEGMENTS.values(), ids=MANY_SEGMENTS)
 def test_partial_sums_of_many_segments(library, shape, dtype):
     check_partial_sums(library, shape, dtype)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", MANY_SEGMENTS.values(), ids=MANY_SEGMENTS)
-def test_partial_sums_of_many_segments_in_ptx(ptx_library, shape, dtype):
-    check_partial_sums(ptx_library, shape, dtype)
 
 
 def check_partial_sums(library, shape, dtype):

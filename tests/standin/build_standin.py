@@ -66,9 +66,11 @@ def is_newer(target: Path, sources: Iterable[Path]) -> bool:
 
 
 def dependencies(target: Path) -> list[Path]:
-    """Return the files that the compiler read for a target and wrote to its list; none if new."""
+    """Return the files that the compiler read for a target; the target, never newer, if unknown."""
     listed = target.with_suffix(".d")
-    words = listed.read_text().replace("\\\n", " ").split()[1:] if listed.exists() else []
+    if not listed.exists():
+        return [target]
+    words = listed.read_text().replace("\\\n", " ").split()[1:]
     return [Path(word) for word in words if Path(word).exists()]
 
 

@@ -42,6 +42,26 @@ SHAPES = [
     (3, 2, 131, 257),  # several items of work for each channel
 ]
 
+# Of each plan of the CUDA kernels: short enough for a CPU to run them.
+CUDA_SHAPES = [
+    *[shape for shape in SHAPES if math.prod(shape) < 20_000],
+    (2, 2, 101, 103),  # unaligned planes, split
+    (1, 3),  # one value in each channel
+    (1500, 24),  # 16-byte vectors of channels, whole and split
+    (3000, 24),  # two full chunks of rows for a thread, on one multiprocessor
+    (10000, 31),  # one channel at a time, in more segments than reducing threads load at once
+    (1001, 34),  # 4-byte vectors of channels
+    (40, 300),  # more vectors of channels than a tile
+    (5, 3, 7, 7),
+    (21, 2, 28, 28),  # planes of whole vectors
+    (900, 3, 3),  # planes shorter than a vector
+    (2100, 8, 3),  # planes that together have whole vectors: whole and split
+    (70, 24, 7, 7),
+    (70, 18, 2, 2),  # fewer of them in the last tile, in 16 bits
+    (2, 1025, 2),  # many channels of few values
+    (20, 1, 1033),  # one channel, split
+]
+
 EMPTY_SHAPES = [(0, 3), (0, 3, 4, 4), (2, 3, 0), (2, 3, 0, 5)]
 
 

@@ -1,7 +1,7 @@
 """The CUDA kernels on the emulated threads of ``tests/emulation/``.
 
-``build()`` compiles the kernels' source, ``build_ptx()`` nvcc's PTX. ``Device`` has the operators
-with the signatures of ``syncbn.ops``, on CPU tensors.
+``build()`` compiles the kernels' source; tests/standin runs nvcc's PTX. ``Device`` has the
+operators with the signatures of ``syncbn.ops``, on CPU tensors.
 """
 
 import ctypes
@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from support import ptx
 from support.cases import reference_moments
 from support.paths import ROOT
 
@@ -73,45 +72,18 @@ def build(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-# -O1: the translated kernels are 80,000 statements, half a minute for g++. Integers wrap around as
-# in PTX, and only PTX's own instructions are fused.
+# -O1: syncbn's translated kernels are 80,000 statements, half a minute for g++. Integers wrap
+# around as in PTX, and only PTX's own instructions are fused.
 PTX_FLAGS = ["-O1", "-fwrapv", "-ffp-contract=off", *OWN_VARIABLES]
-PTX_SUPPORT = [EMULATION / "ptx" / "registry.cpp", EMULATION / "ptx" / "cuda_runtime.cpp"]
 
 
-def build_ptx(folder: Path, nvcc: Path, architecture: str) -> ctypes.CDLL:
-    """Compile the kernels to PTX, the PTX to C++, and load it with nvcc's launch code."""
-    sources = sorted(KERNELS.glob("*.cu"))
-    translated = [folder / f"{source.stem}.ptx.cpp" for source in sources]
-
-    def translate(source: Path, target: Path) -> None:
-        to = [f"-arch=compute_{architecture}", f"-code=compute_{architecture}"]
-        keep = ["--keep", "--keep-dir", folder]
-        # Optimized as in setup.py.
-        options = ["-c", "-O3", "-std=c++17", "-Xcompiler=-fPIC", *to, *keep]
-        run([nvcc, *options, source, "-o", folder / f"{source.stem}.launch.o"])
-        target.write_text(ptx.translate((folder / f"{source.stem}.ptx").read_text()))
-
-    in_parallel(translate, sources, translated)
-    launchers = [folder / f"{source.stem}.launch.o" for source in sources]
-    return link_ptx(folder, [*translated, EMULATION / "bindings.cpp"], launchers)
-
-
-def link_ptx(folder: Path, sources: list[Path], launchers: list[Path]) -> ctypes.CDLL:
+def link_ptx(folder: Path, translated: Path) -> ctypes.CDLL:
     """Compile and load translated PTX and its run-time functions."""
-    sources = [*sources, *PTX_SUPPORT]
-    objects = [folder / f"{source.name}.o" for source in sources]
-    includes = [f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}", f"-I{ROOT / 'csrc'}"]
-
-    def compile_one(source: Path, target: Path) -> None:
-        # Translated code has unused names.
-        warnings = [] if source.suffixes[0] == ".ptx" else WARNINGS
-        compile_cxx(*PTX_FLAGS, *includes, "-c", source, "-o", target, warnings=warnings)
-
-    in_parallel(compile_one, sources, objects)
     library = folder / "kernels.so"
-    # Our CUDA runtime takes precedence over one that torch has loaded.
-    compile_cxx("-shared", "-Wl,-Bsymbolic", *objects, *launchers, "-o", library)
+    includes = [f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}", f"-I{ROOT / 'csrc'}"]
+    sources = [translated, EMULATION / "ptx" / "registry.cpp"]
+    # Translated code has unused names.
+    compile_cxx(*PTX_FLAGS, *includes, "-shared", *sources, "-o", library, warnings=[])
     return ctypes.CDLL(str(library))
 
 

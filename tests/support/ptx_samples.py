@@ -30,7 +30,7 @@ def load(folder: Path, kernels: str) -> Callable[..., str | None]:
     """Return ``launch(kernel, threads, arrays)``, which returns what went wrong, or None."""
     source = folder / "samples.ptx.cpp"
     source.write_text(translate(HEAD + kernels))
-    function = link_ptx(folder, [source], []).launch_ptx
+    function = link_ptx(folder, source).launch_ptx
     function.restype = ctypes.c_char_p
 
     def launch(
