@@ -124,6 +124,27 @@ def test_too_old_torch_does_not_build(tmp_path, version):
 
 
 @pytest.mark.any_torch
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (
+            "sys.version_info = (3, 9, 18, 'final', 0)",
+            "syncbn needs Python 3.10 or later, but found Python 3.9.18.",
+        ),
+        (
+            "import setuptools; setuptools.__version__ = '65.5.0'",
+            "syncbn needs setuptools 70.1 or later, but found setuptools 65.5.0.",
+        ),
+    ],
+)
+def test_too_old_python_and_setuptools_are_a_sentence(tmp_path, prepare, words):
+    """Before metadata, which pip asks for first."""
+    result = build(tmp_path, "egg_info", f"--egg-base={tmp_path}", prepare=prepare)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith(words)
+
+
+@pytest.mark.any_torch
 def test_metadata_needs_no_compiler_and_takes_any_torch(tmp_path):
     prepare = "torch.__version__ = '2.10.0'"
     command = ("egg_info", f"--egg-base={tmp_path}")
