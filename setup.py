@@ -30,7 +30,7 @@ def check_version(name: str, found: str, oldest: str, advice: str):
         )
 
 
-# Before the import of torch, which older Pythons may lack, and of what older setuptools lack.
+# Before the import of torch, which pip does not install for older Pythons.
 check_version(
     "Python",
     ".".join(map(str, sys.version_info[:3])),
