@@ -109,11 +109,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     """Train; resume from the checkpoint if there is one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     data, test_data, classes = make_data(args)
-    images = len(data)  # type: ignore[arg-type]
-    if images < ranks * args.batch_size:
+    count = len(data)  # type: ignore[arg-type]
+    if count < ranks * args.batch_size:
         raise SystemExit(
             f"expected a batch of {args.batch_size} images for each of {ranks} ranks, but got "
-            f"{images} images; set --images higher or --batch-size lower"
+            f"{count} images; set --images higher or --batch-size lower"
         )
     sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)
     how = {"batch_size": args.batch_size, "num_workers": args.workers}

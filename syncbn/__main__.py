@@ -67,6 +67,8 @@ def explain(model: nn.Module) -> str:
         found = re.fullmatch(r"the \w+ '(.*?)' (.*)", str(warning.message))
         if found:
             reasons[found[1]] = found[2]
+        else:
+            warnings.warn(warning.message, stacklevel=2)
     rows = [("layer", "converted to", "fused with", "why not")]
     converted = 0
     for name, layer in model.named_modules():
