@@ -19,8 +19,32 @@ from glob import glob
 from pathlib import Path
 
 import setuptools
-import torch
 from setuptools import Extension, setup
+
+
+def check_version(name: str, found: str, oldest: str, advice: str):
+    numbers = [[int(n) for n in re.findall(r"\d+", text)[:2]] for text in (found, oldest)]
+    if numbers[0] < numbers[1]:
+        raise SystemExit(
+            f"syncbn needs {name} {oldest} or later, but found {name} {found}. {advice}"
+        )
+
+
+# Before the import of torch, which pip does not install for older Pythons.
+check_version(
+    "Python",
+    ".".join(map(str, sys.version_info[:3])),
+    "3.10",
+    "Use a newer one: python3.12 -m venv FOLDER",
+)
+check_version(
+    "setuptools",
+    setuptools.__version__,
+    "70.1",
+    "Upgrade it: pip install --upgrade setuptools; or leave out --no-build-isolation",
+)
+
+import torch
 from torch.utils import cpp_extension
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
 
@@ -143,13 +167,13 @@ if with_cuda:
 
 def check_torch():
     """Here, because the binaries compile with an older torch and do not load."""
-    found = [int(n) for n in re.findall(r"\d+", torch.__version__)[:2]]
-    if found < [int(n) for n in OLDEST_TORCH.split(".")]:
-        raise SystemExit(
-            f"syncbn needs torch {OLDEST_TORCH} or later, but found torch {torch.__version__}. "
-            "Upgrade it: pip install --upgrade torch; or leave out --no-build-isolation, and pip "
-            "fetches a torch to build with"
-        )
+    check_version(
+        "torch",
+        torch.__version__,
+        OLDEST_TORCH,
+        "Upgrade it: pip install --upgrade torch; or leave out --no-build-isolation, and pip "
+        "fetches a torch to build with",
+    )
 
 
 def check_compiler(commands: list[str]):

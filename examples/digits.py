@@ -19,6 +19,8 @@ Comments mark the three lines that syncbn needs.
 """
 
 import argparse
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -114,10 +116,15 @@ def draw(runs: list[Run], path: str) -> None:
 
 def main() -> None:
     """Train in three ways, and compare."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", default="digits.png", help="where to draw the curves")
     parser.add_argument("--seed", type=int, default=0, help="for the parameters and the order")
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun --nproc-per-node 2 examples/digits.py")
+    folder = Path(args.output).parent
+    if not folder.is_dir():
+        parser.error(f"--output: there is no folder {folder}; create it or name another")
 
     torch.set_num_threads(1)  # the ranks share the cores
     dist.init_process_group("gloo")  # syncbn, 1 of 3

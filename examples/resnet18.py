@@ -109,6 +109,12 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     """Train; resume from the checkpoint if there is one."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     data, test_data, classes = make_data(args)
+    count = len(data)  # type: ignore[arg-type]
+    if count < ranks * args.batch_size:
+        raise SystemExit(
+            f"expected a batch of {args.batch_size} images for each of {ranks} ranks, but got "
+            f"{count} images; set --images higher or --batch-size lower"
+        )
     sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)
     how = {"batch_size": args.batch_size, "num_workers": args.workers}
     on_cuda = device.type == "cuda"
@@ -120,8 +126,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     net = torchvision.models.resnet18(num_classes=classes)
     net = syncbn.convert_sync_batchnorm(net)  # syncbn
     net.to(device=device, memory_format=torch.channels_last)
-    # All ranks hold the same statistics, so rank 0 need not broadcast its own before each step.
-    model = torch.compile(DistributedDataParallel(net, broadcast_buffers=False))
+    model = torch.compile(DistributedDataParallel(net))
 
     lr = args.lr * args.batch_size * ranks / 256
     optimizer = torch.optim.SGD(net.parameters(), lr, momentum=0.9, weight_decay=1e-4)
@@ -134,10 +139,16 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
     parts: dict[str, Any]
     parts = {"net": net, "optimizer": optimizer, "schedule": schedule, "scaler": scaler}
     if args.checkpoint.exists():
-        checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
-        for name, part in parts.items():
-            part.load_state_dict(checkpoint[name])
-        done = checkpoint["epochs"]
+        try:
+            checkpoint = torch.load(args.checkpoint, map_location="cpu", weights_only=True)
+            for name, part in parts.items():
+                part.load_state_dict(checkpoint[name])
+            done = checkpoint["epochs"]
+        except Exception as error:  # depends on the file's contents
+            raise SystemExit(
+                f"--checkpoint: {args.checkpoint} is no checkpoint of this training "
+                f"({type(error).__name__}); move it away or name another file"
+            ) from error
         if rank == 0:
             print(f"resumes after epoch {done} of {args.checkpoint}", flush=True)
 
@@ -167,16 +178,26 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
 
 def main() -> None:
     """Read the options, and train on this rank's device."""
-    parser = argparse.ArgumentParser(description="Trains ResNet-18 under torchrun.")
-    parser.add_argument("--data", type=Path, help="folder of train/ and val/; default: synthetic")
+    parser = argparse.ArgumentParser(
+        description="Trains ResNet-18 under torchrun.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--data", type=Path, help="folder of train/ and val/; None is synthetic")
     parser.add_argument("--images", type=int, default=2048, help="synthetic training images")
     parser.add_argument("--image-size", type=int, default=224, help="in pixels")
     parser.add_argument("--batch-size", type=int, default=32, help="per rank")
     parser.add_argument("--epochs", type=int, default=3, help="total, with those of a checkpoint")
     parser.add_argument("--lr", type=float, default=0.1, help="for 256 images; is scaled")
     parser.add_argument("--workers", type=int, default=2, help="loader processes per rank")
-    parser.add_argument("--checkpoint", type=Path, default=Path("resnet18.pt"))
+    parser.add_argument(
+        "--checkpoint", type=Path, default=Path("resnet18.pt"), help="resumed from, and written"
+    )
     args = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it by torchrun --nproc-per-node 2 examples/resnet18.py")
+    folder = args.checkpoint.parent
+    if not folder.is_dir():
+        parser.error(f"--checkpoint: there is no folder {folder}; create it or name another")
 
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))

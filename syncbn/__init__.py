@@ -1,4 +1,14 @@
-"""Synchronized batch normalization for PyTorch: a drop-in for torch.nn.SyncBatchNorm."""
+"""Synchronized batch normalization for PyTorch: a drop-in for torch.nn.SyncBatchNorm.
+
+    A model's layers    convert_sync_batchnorm, revert_sync_batchnorm
+    New layers          SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
+    The function        sync_batch_norm
+    Activations         fuse_activations, explain_fusion
+    Statistics          recompute_statistics, freeze_statistics, unfreeze_statistics
+    Ranks               check_synchronized
+
+Help for one name: help(syncbn.convert_sync_batchnorm). Commands: python -m syncbn --help.
+"""
 
 # First: its errors tell why syncbn cannot run here.
 from syncbn.ops._extension import build_info  # isort: skip
@@ -37,3 +47,7 @@ for _name in __all__:
     globals()[_name].__module__ = "syncbn"
 
 __version__: str = build_info["version"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -124,7 +124,7 @@ def stages(output: Path) -> list[list[Part]]:
     # The cache of another machine's run is useless; a hanging test shows its stack.
     pytest = [python, "-m", "pytest", "-m", "cuda", "--require-cuda", "-v", "-ra"]
     pytest += ["--durations=10", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
-    environment = f"'{python}' -m syncbn.collect_env && nvidia-smi"
+    environment = f"'{python}' -m syncbn info && nvidia-smi"
     # "python -m benchmarks run" would need NumPy and matplotlib.
     benchmark = [python, "-m", "benchmarks.cuda_timings", str(output / "benchmark.csv"), "quick"]
     return [

@@ -48,7 +48,7 @@ def check_device(device: torch.device) -> None:
     warnings.warn(
         f"syncbn has no operators for {device.type!r} tensors in this build{reason}: SyncBatchNorm "
         "trains there by torch's expressions, which takes more time and memory. If that matters, "
-        "use a device with operators: `python -m syncbn.collect_env` lists them. This warning "
+        "use a device with operators: `python -m syncbn info` lists them. This warning "
         "comes once for each device",
         stacklevel=2,
     )

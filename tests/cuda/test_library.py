@@ -150,15 +150,13 @@ def test_torch_without_cuda_loads_the_cpu_operators_and_says_so(prepare, words):
 
 @pytest.mark.trouble(
     "Training on a GPU is slow, with the warning “no operators for 'cuda'”",
-    "The build has no CUDA operators; `python -m syncbn.collect_env` gives the reason",
+    "The build has no CUDA operators; `python -m syncbn info` gives the reason",
     "Build again with `SYNCBN_CUDA=1`: [Install](install.md#cuda)",
 )
 def test_warning_of_cuda_tensors_without_operators_gives_the_reason(monkeypatch):
     monkeypatch.setattr(_extension, "cuda_missing", "it was built without them")
     monkeypatch.setattr(_extension, "device_types", ("cpu", "meta"))
-    with pytest.warns(
-        UserWarning, match="no operators for 'cuda'.*built without them.*collect_env"
-    ):
+    with pytest.warns(UserWarning, match="no operators for 'cuda'.*built without them"):
         fallback.check_device.__wrapped__(torch.device("cuda"))  # without its cache
 
 

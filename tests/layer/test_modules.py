@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+import re
 import subprocess
 import sys
 
@@ -279,7 +280,8 @@ def test_pickle_without_group_says_nothing():
 
 
 def test_public_names():
-    assert set(syncbn.__all__) <= set(dir(syncbn))
+    assert set(dir(syncbn)) == {*syncbn.__all__, "__version__"}
+    assert set(syncbn.__all__) <= set(re.findall(r"\w+", syncbn.__doc__))
     assert syncbn.__version__
 
 

@@ -405,7 +405,7 @@ def test_one_warning_for_a_device(is_hidden):
         return
     (line,) = lines
     assert line.startswith("UserWarning syncbn has no operators for 'cpu' tensors")
-    assert "python -m syncbn.collect_env" in line
+    assert "python -m syncbn info" in line
 
 
 def test_function_on_the_device(device):

@@ -1,4 +1,5 @@
 import ast
+import json
 import os
 import re
 import subprocess
@@ -37,6 +38,42 @@ def test_digits_trains_three_ways_and_compares_them(tmp_path):
     assert accuracy["(b)"] > accuracy["(a)"]
 
 
+@pytest.mark.any_torch
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("digits.py", "start it by torchrun"),
+        ("resnet18.py", "start it by torchrun"),
+        ("digits.py --output=missing/a.png", "there is no folder missing"),
+        ("resnet18.py --checkpoint=missing/a.pt", "there is no folder missing"),
+        ("resnet18.py --images=15 --batch-size=16", "expected a batch of 16 images for each of 1"),
+        ("resnet18.py --checkpoint=junk", "junk is no checkpoint of this training"),
+    ],
+)
+def test_bad_start_is_a_sentence(tmp_path, command, words):
+    (tmp_path / "junk").write_bytes(b"junk")
+    name, *arguments = command.split()
+    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    result = subprocess.run(
+        [sys.executable, EXAMPLES / name, *arguments],
+        cwd=tmp_path,
+        env={**os.environ, **(one_rank if arguments else {})},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert words in result.stderr.splitlines()[-1]
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize("name", ["digits.py", "resnet18.py"])
+def test_help_shows_defaults(name):
+    command = [sys.executable, EXAMPLES / name, "--help"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    options = re.findall(r"^  (--\w.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
+    assert options and all("(default:" in option for option in options)
+
+
 def lines(text):
     return [line for line in text.splitlines() if line]
 
@@ -48,6 +85,24 @@ def test_code_of_the_tutorial_is_all_of_the_example():
     tutorial = (ROOT / "docs/tutorial.md").read_text()
     shown = "".join(re.findall(r"```python\n(.*?)```", tutorial, re.DOTALL))
     assert lines(shown) == lines("\n".join(code.splitlines()[documentation:]))
+
+
+def test_notebook_prints_tables_like_the_stored_ones(tmp_path, monkeypatch, capfd):
+    """After one step, so that the accuracies differ."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the notebook, which would not set it back
+    cells = json.loads((EXAMPLES / "small_batches.ipynb").read_text())["cells"]
+    program, launch = [cell for cell in cells if cell["cell_type"] == "code"]
+    magic, *lines = program["source"]
+    assert magic == "%%writefile train.py\n" and "STEPS = 400\n" in lines
+    (tmp_path / "train.py").write_text("".join(lines).replace("STEPS = 400", "STEPS = 1"))
+    exec("".join(launch["source"]), {})
+    (output,) = launch["outputs"]
+    printed, stored = (
+        re.sub(r" *[\d.]+%", " %", text)
+        for text in (capfd.readouterr().out, "".join(output["text"]))
+    )
+    assert printed == stored and stored.count("%") == 24
 
 
 # Inductor takes minutes for this net, and its code for our layers is tested in tests/compile: all

@@ -115,10 +115,10 @@ def test_few_files_import_torch_distributed():
         for name in FILES
         if re.search(r"^\s*(import|from) torch\.distributed", (PACKAGE / name).read_text(), re.M)
     }
-    # collect_env lists the backends, _compat needs the type of a group.
+    # __main__ lists the backends, _compat needs the type of a group.
     assert users == {
+        "__main__.py",
         "_compat.py",
-        "collect_env.py",
         "distributed/collectives.py",
         "distributed/groups.py",
     }

@@ -1,4 +1,4 @@
-"""The package: its binaries, its report for bug reports, what importing and building refuse."""
+"""The package: its binaries, what importing and building refuse."""
 
 import os
 import re
@@ -12,7 +12,6 @@ import torch
 from support.paths import ROOT
 
 import syncbn
-from syncbn import collect_env
 
 PACKAGE = Path(syncbn.__file__).parent
 
@@ -36,16 +35,6 @@ def test_binary_tells_what_it_was_built_for():
     assert build_info["version"] == syncbn.__version__
     assert build_info["oldest_torch"] == "2.11"
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
-
-
-def test_collect_env_prints_what_a_bug_report_needs(tmp_path):
-    command = [sys.executable, "-m", "syncbn.collect_env"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    printed = dict(line.split(":", 1) for line in result.stdout.splitlines())
-    assert printed["syncbn"].strip() == syncbn.__version__
-    assert printed["torch"].strip() == torch.__version__
-    assert "2.11" in printed["torch ABI"] and "gloo" in printed["distributed"]
-    assert printed.keys() == collect_env.collect_env().keys()
 
 
 def test_typed():
@@ -147,6 +136,27 @@ def test_too_old_torch_does_not_build(tmp_path, version):
     last_line = result.stderr.splitlines()[-1]
     assert f"needs torch 2.11 or later, but found torch {version}" in last_line
     assert "pip install --upgrade torch; or leave out --no-build-isolation" in last_line
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize(
+    ("prepare", "words"),
+    [
+        (
+            "sys.version_info = (3, 9, 18, 'final', 0)",
+            "syncbn needs Python 3.10 or later, but found Python 3.9.18.",
+        ),
+        (
+            "import setuptools; setuptools.__version__ = '65.5.0'",
+            "syncbn needs setuptools 70.1 or later, but found setuptools 65.5.0.",
+        ),
+    ],
+)
+def test_too_old_python_and_setuptools_are_a_sentence(tmp_path, prepare, words):
+    """Before metadata, which pip asks for first."""
+    result = build(tmp_path, "egg_info", f"--egg-base={tmp_path}", prepare=prepare)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith(words)
 
 
 @pytest.mark.any_torch

@@ -47,35 +47,23 @@ def test_python_code_runs_in_one_process_and_in_two(tmp_path, launch):
         assert len(set(printed.values())) == 1
 
 
-@pytest.mark.any_torch
-@pytest.mark.parametrize("launch", [[], TWO_PROCESSES])
-def test_code_of_the_statistics_runs_in_one_process_and_in_two(tmp_path, launch):
-    (code,) = blocks("python", (ROOT / "docs/statistics.md").read_text())
-    if launch:
+@pytest.mark.parametrize(
+    ("name", "launch"),
+    [
+        ("choosing", TWO_PROCESSES),  # begins and ends the group itself
+        ("fusion", []),
+        ("masks", []),
+        ("masks", TWO_PROCESSES),
+        ("statistics", []),
+        ("statistics", TWO_PROCESSES),
+    ],
+)
+def test_code_of_a_document_runs_as_printed(tmp_path, name, launch):
+    (code,) = blocks("python", (ROOT / f"docs/{name}.md").read_text())
+    if launch and "init_process_group" not in code:
         code = in_a_group(code)
-    (tmp_path / "statistics_of_layers.py").write_text(code)
-    command = [sys.executable, *launch, "statistics_of_layers.py"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.any_torch
-@pytest.mark.parametrize("launch", [[], TWO_PROCESSES])
-def test_code_of_the_masks_runs_in_one_process_and_in_two(tmp_path, launch):
-    (code,) = blocks("python", (ROOT / "docs/masks.md").read_text())
-    if launch:
-        code = in_a_group(code)
-    (tmp_path / "masked.py").write_text(code)
-    command = [sys.executable, *launch, "masked.py"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr
-
-
-@pytest.mark.any_torch
-def test_code_of_the_choices_runs_in_two_processes(tmp_path):
-    (code,) = blocks("python", (ROOT / "docs/choosing.md").read_text())
     (tmp_path / "train.py").write_text(code)
-    command = [sys.executable, *TWO_PROCESSES, "train.py"]
+    command = [sys.executable, *launch, "train.py"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
 
@@ -96,6 +84,13 @@ def test_commands_are_the_ones_that_are_tested():
 def test_make_knows_the_target(target):
     result = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(("python", "installs"), [(sys.executable, False), ("false", True)])
+def test_demo_installs_syncbn_only_where_python_lacks_it(tmp_path, python, installs):
+    command = ["make", "-n", "demo", f"PYTHON={python}", f"VENV={tmp_path}/venv"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert (f"{tmp_path}/venv/bin/pip install" in printed) == installs
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

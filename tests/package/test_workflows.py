@@ -108,7 +108,7 @@ def test_a_form_that_is_wrong_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("form", "asked"),
     [
-        ("bug", "python -m syncbn.collect_env"),
+        ("bug", "python -m syncbn info"),
         ("performance", "python -m benchmarks run --output FOLDER"),
         ("performance", "python -m benchmarks compare OLD.csv NEW.csv"),
     ],

@@ -1,5 +1,7 @@
 """DistributedDataParallel without broadcasts of buffers, as docs/choosing.md recommends it."""
 
+import inspect
+
 import pytest
 import torch
 from support.cases import make_input
@@ -7,6 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import check_synchronized, convert_sync_batchnorm
+
+# The later one is of torch 2.13, which deprecates the other.
+NAMES = {"forward_sync_buffers", "broadcast_buffers"}
+NAME = max(NAMES & inspect.signature(DistributedDataParallel).parameters.keys())
 
 
 def model():
@@ -21,10 +27,8 @@ def batch(seed, rank):
     return make_input((4, 3, 5, 5), "contiguous", torch.float64, seed=seed).split([1, 3])[rank]
 
 
-def train(rank, world_size, broadcast_buffers):
-    ddp = DistributedDataParallel(
-        convert_sync_batchnorm(model()), broadcast_buffers=broadcast_buffers
-    )
+def train(rank, world_size, broadcasts):
+    ddp = DistributedDataParallel(convert_sync_batchnorm(model()), **{NAME: broadcasts})
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for seed in range(4):
         optimizer.zero_grad()
@@ -34,7 +38,7 @@ def train(rank, world_size, broadcast_buffers):
     return ddp.module.state_dict()
 
 
-@pytest.mark.works("DistributedDataParallel(broadcast_buffers=False)")
+@pytest.mark.works("DistributedDataParallel without broadcasts of buffers")
 def test_buffers_are_the_same_without_broadcasts(two_ranks):
     states = [*two_ranks.run(train, False), *two_ranks.run(train, True)]
     for name, expected in states[0].items():
