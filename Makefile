@@ -31,14 +31,15 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/
 help:
 	@echo "make install    build and install into the virtual environment"
 	@echo "make demo       train on real data in two processes and show the result"
-	@echo "make test       check format, lint and types, and run every test"
+	@echo "make test       run the main tests: at most five minutes on two cores after the build"
+	@echo "make test-all   check format, lint and types, and run every test; -j2 runs two folders at once"
 	@echo "make standin    run the tests of CUDA without a GPU, on a stand-in for the CUDA runtime"
 	@echo "make hidden     run the tests of layers without the CPU operators, as other devices do"
 	@echo "make bench      measure this machine, draw the results, write the README's table"
 	@echo "make works      run what the table in docs/pytorch2.md shows, with two torches, and write it"
 	@echo "make docs       build the documentation site in build/site; a broken link is an error"
 	@echo "make gpu-check  build in place, test and measure on a GPU; installs nothing"
-	@echo "make sanitize   the CPU operators with g++'s address, undefined and thread sanitizers"
+	@echo "make sanitize   the operators with g++'s address, undefined and thread sanitizers"
 	@echo "make format     format the sources"
 	@echo "make wheel      build dist/*.whl for this Python, good for every torch from 2.11 on"
 	@echo "make sdist      build dist/*.tar.gz"
@@ -81,17 +82,35 @@ demo: $(if $(HAS_SYNCBN),,$(VENV)/syncbn.stamp)
 	    $(DEMO) -m pip install --quiet --upgrade --target build/demo matplotlib scikit-learn tqdm
 	$(DEMO) -m torch.distributed.run --standalone --nproc-per-node 2 examples/digits.py
 
+# Operators against float64, the layer against torch's, conversion, compiled layers, several ranks,
+# and the errors of all ranks when one of them fails.
+MAIN_TESTS := $(addprefix tests/,operators/test_batch_norm_*.py operators/test_ops.py \
+    $(patsubst %,layer/test_%.py,accuracy checkpoint checks convert functional modules reference \
+        torch_defects) \
+    $(patsubst %,ranks/test_%.py,agreement collectives faults multi_rank) \
+    $(patsubst %,compile/test_%.py,failures tracers))
+test: $(if $(wildcard $(VENV)/tools.stamp),,$(VENV)/main-tests.stamp) $(VENV)/syncbn.stamp
+	@echo "The main tests take at most five minutes on two cores; make test-all runs every test"
+	$(BIN)/pytest -m "not cuda" -k "not inductor and not compiled" $(MAIN_TESTS)
+
+$(VENV)/main-tests.stamp: $(TORCH_STAMP) pyproject.toml
+	$(BIN)/pip install --quiet --group wheel-test
+	touch $@
+
 # Warnings are errors where all is tested, and never in a user's build: a newer compiler has new ones.
-test: STRICT := CPPFLAGS="$(CPPFLAGS) -Werror" \
+test-all: STRICT := CPPFLAGS="$(CPPFLAGS) -Werror" \
     NVCC_APPEND_FLAGS="$(NVCC_APPEND_FLAGS) -Werror=all-warnings -Xcompiler=-Werror"
-test: lint $(VENV)/syncbn.stamp
-	$(BIN)/pytest
+FOLDERS := compile package emulation ranks frameworks layer operators cuda sanitizer
+.PHONY: test-all $(FOLDERS:%=test-%)
+test-all: lint $(FOLDERS:%=test-%)
+$(FOLDERS:%=test-%): test-%: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
+	$(BIN)/pytest tests/$*
 
 # Each mode finds other mistakes: docs/standin.md. -j2 runs two modes at once.
 STANDIN := $(BIN)/python tests/standin/run.py $(BIN)/pytest
 STANDIN_MODES := own inline async late devices memory
 RANKS := tests/ranks --ignore=tests/ranks/test_faults.py# its streams are async in each mode
-.PHONY: standin-build $(STANDIN_MODES:%=standin-%)
+.PHONY: standin-build standin-core $(STANDIN_MODES:%=standin-%)
 standin: $(STANDIN_MODES:%=standin-%)
 standin-build: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/python tests/standin/run.py true
@@ -109,6 +128,9 @@ standin-devices:
 	STANDIN_DEVICES=2 STANDIN_STREAMS=late $(STANDIN) -m cuda tests/ranks -k devices_lag
 standin-memory:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(STANDIN) -m cuda tests/operators
+# The part in which versions of torch differ.
+standin-core: standin-build
+	$(STANDIN) -m cuda tests/cuda tests/operators tests/ranks/test_cuda_ranks.py
 
 # A subset is drawn but leaves the README alone.
 bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
@@ -125,6 +147,10 @@ gpu-check:
 
 sanitize: $(VENV)/tools.stamp
 	$(BIN)/python -m tools.sanitize
+	SYNCBN_SANITIZED=1 ASAN_OPTIONS=detect_leaks=0 \
+	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	    $(BIN)/pytest -k "matches and float16 or offsets11 or small_inner or any_dtype or empty" \
+	    tests/emulation/test_kernels.py tests/emulation/test_training.py
 
 # Each torch in its environment of .ci/run. The table is of CPUs.
 works:
@@ -140,7 +166,8 @@ docs: $(VENV)/tools.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 lint: $(VENV)/tools.stamp
-	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
+	@echo "clang-format, clang-tidy, ruff, mypy"
+	@$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/python -m tools.clang_tidy
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

@@ -1,10 +1,5 @@
 """A layer's use of the CUDA operators, without a GPU: running statistics, parameters, ranks."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from support.cases import (
@@ -16,7 +11,7 @@ from support.cases import (
     reduced_dims,
     reference_moments,
 )
-from support.emulated import IS_SANITIZED, Device, on_all_devices, totals_of
+from support.emulated import Device, on_all_devices, totals_of
 
 EPS = 1e-5
 
@@ -245,24 +240,3 @@ def test_ranks_train_as_one_whole_batch(library, dtype, layout, sizes, multiproc
         torch.testing.assert_close((mean, var), (buffers[0][0], buffers[0][1]), rtol=0, atol=0)
         torch.testing.assert_close((mean.double(), var.double()), running, rtol=1e-6, atol=1e-6)
         assert tracked.item() == 1
-
-
-@pytest.mark.any_torch
-@pytest.mark.skipif(IS_SANITIZED, reason="this is what it runs")
-def test_address_sanitizer_finds_no_access_outside_of_a_tensor():
-    """In a process of its own, where AddressSanitizer finds accesses past a tensor."""
-    libraries = [
-        subprocess.check_output(["g++", f"-print-file-name={name}"], text=True).strip()
-        for name in ("libasan.so", "libstdc++.so")
-    ]
-    environment = {
-        **os.environ,
-        "SYNCBN_SANITIZED": "1",
-        "LD_PRELOAD": ":".join(libraries),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python's
-    }
-    tests = [str(Path(__file__).with_name(f"test_{name}.py")) for name in ("kernels", "training")]
-    chosen = "matches and float16 or offsets11 or small_inner or any_dtype or empty"
-    command = [sys.executable, "-m", "pytest", "-qx", "-p", "no:cacheprovider", "-k", chosen]
-    done = subprocess.run([*command, *tests], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
