@@ -106,7 +106,7 @@ def sequentials_that_are_left():
     yield [doubled, nn.ReLU()], "is a Doubled"
 
 
-@pytest.mark.parametrize(("modules", "why"), sequentials_that_are_left())
+@pytest.mark.parametrize(("modules", "why"), [*sequentials_that_are_left()])
 def test_sequentials_that_are_left(modules, why):
     model = nn.Sequential(*modules)
     assert reason(model, "0") == why and not explain_fusion(model).fused

@@ -248,7 +248,7 @@ def test_44957_ranks_that_disagree_fail_with_the_layers_name():
             assert f"[layer '0', rank {rank} of 2]" in outcome.message
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(4)))
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
 def test_bias_gradient_of_a_permuted_grad_output(order):
     """torch's CPU operator sums wrong values: for (1, 5, 3, 1), in 11 of these 24 orders."""
     x = make_input((1, 5, 3, 1), "contiguous", torch.float64)

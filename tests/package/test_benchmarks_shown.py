@@ -284,7 +284,7 @@ def test_results_are_drawn_beside_them(results):
     assert results.with_suffix(".png").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize("path", RESULTS.glob("*.csv"), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*RESULTS.glob("*.csv")], ids=lambda path: path.stem)
 def test_picture_of_stored_results_is_whole(path):
     assert is_whole(plot.picture(read(path)))
 

@@ -64,7 +64,7 @@ def run_all(rank, world_size, layout, split):
     return [run_fused(rank, world_size, *case, layout, split) for case in CASES]
 
 
-@pytest.mark.parametrize(("world_size", "split"), worlds())
+@pytest.mark.parametrize(("world_size", "split"), [*worlds()])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_matches_the_whole_batch(world_size, split, layout, ranks):
     of_ranks = ranks(world_size).run(run_all, layout, split)

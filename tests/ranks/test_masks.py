@@ -103,7 +103,7 @@ def worlds():
 
 
 @pytest.mark.works("`layer(x, mask=mask)`: statistics of the unmasked positions")
-@pytest.mark.parametrize(("world", "split", "kind"), worlds())
+@pytest.mark.parametrize(("world", "split", "kind"), [*worlds()])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_matches_the_valid_values_of_the_whole_batch(world, split, layout, kind, ranks):
     of_ranks = ranks(*world).run(run_all, layout, split, kind)
