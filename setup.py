@@ -108,14 +108,17 @@ def choose_architectures(nvcc: Path) -> tuple[str, list[str], str]:
     if chosen:
         return chosen.replace(";", " "), [], ""  # torch adds the options
     known = {int(n) for n in re.findall(r"compute_(\d+)\n", run_nvcc(nvcc, "--list-gpu-arch"))}
-    capabilities = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    capabilities, about = [], ""
+    try:  # NVML counts GPUs with which CUDA may not start, as under a driver too old for this torch
+        capabilities = [*map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))]
+    except (AssertionError, RuntimeError) as error:
+        about = f", because CUDA does not start: {str(error).splitlines()[0]}"
     here = {10 * major + minor for major, minor in capabilities}
     if here and here <= known:
         architectures, has_ptx = sorted(here), False
         about = ", the GPUs that are here (TORCH_CUDA_ARCH_LIST names others)"
     else:
         architectures, has_ptx = [a for a in GPU_ARCHITECTURES if a in known], True
-        about = ""
     options = [f"-gencode=arch=compute_{min(a, GPU_PTX)},code=sm_{a}" for a in architectures]
     names = [f"{a // 10}.{a % 10}" for a in architectures]
     if has_ptx:

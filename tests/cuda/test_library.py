@@ -233,6 +233,20 @@ def test_build_is_for_the_gpus_that_are_here(tmp_path, here, built_for):
 
 
 @pytest.mark.any_torch
+def test_build_is_for_all_gpus_where_cuda_does_not_start(tmp_path):
+    """As under a driver that is too old: NVML counts GPUs, and each question to CUDA raises."""
+    version = f"echo release {torch.version.cuda}; echo compute_80; echo compute_90"
+    prepare = (
+        "def refuse(device): raise RuntimeError('the driver is too old\\nUpdate it')\n"
+        "torch.cuda.device_count = lambda: 1\n"
+        "torch.cuda.get_device_capability = refuse"
+    )
+    result = configure(tmp_path, "1", version, prepare)
+    assert result.returncode == 0, result.stderr
+    assert "for 8.0+PTX 9.0, because CUDA does not start: the driver is too old" in result.stderr
+
+
+@pytest.mark.any_torch
 def test_cuda_can_be_left_out(tmp_path):
     result = configure(tmp_path, "0", "echo release 13.0")
     assert result.returncode == 0, result.stderr
