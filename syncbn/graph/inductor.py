@@ -26,6 +26,7 @@ from syncbn.distributed.sync import Pass
 from syncbn.ops import checks, epilogue, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
 
+_NUM_ARGUMENTS = len(Arguments._fields)
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -165,7 +166,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             grad_input,
             None if weight is None else grad_weight,
             None if ctx.bias_dtype is None else grad_bias,
-            *(None,) * 16,
+            *(None,) * (3 + _NUM_ARGUMENTS),
         )
 
 
@@ -218,7 +219,7 @@ def _(input: Tensor, *values: Any) -> Tensor:
 
 
 def _begin(input: Tensor, *values: Any) -> tuple[Pass, Arguments]:
-    fields, (group_name, _, *identity) = values[:13], values[13:]
+    fields, (group_name, _, *identity) = values[:_NUM_ARGUMENTS], values[_NUM_ARGUMENTS:]
     layer = identity_from(*identity)
     group, arguments = sync.group_named(group_name, layer), Arguments(*fields)
     return Pass(group, layer, _compat.forward_direction(), input, arguments), arguments
@@ -231,8 +232,8 @@ def _(input: Tensor, *values: Any) -> Tensor:
         with step:
             checks.check_training(input, arguments)
             ops.check_arguments(input, *arguments.for_checks(), mask=arguments.mask)
-    channels = input.size(1) if input.dim() > 1 else 1
-    return input.new_empty(2 * channels + (1 if values[13] is None else 4), dtype=torch.float64)
+    channels, group_name = input.size(1) if input.dim() > 1 else 1, values[_NUM_ARGUMENTS]
+    return input.new_empty(2 * channels + (1 if group_name is None else 4), dtype=torch.float64)
 
 
 # Waits for a collective and verifies its sums. Returns them without fingerprint and next sizes.
