@@ -5,3 +5,10 @@ import pytest
 def warnings_are_errors(monkeypatch):
     """In programs that tests start, the warnings that Python shows by default."""
     monkeypatch.setenv("PYTHONWARNINGS", "error,ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def no_make_around(monkeypatch):
+    """A make that a test starts is none of the make that runs the tests."""
+    monkeypatch.delenv("MAKEFLAGS", raising=False)
+    monkeypatch.delenv("MAKELEVEL", raising=False)
