@@ -6,13 +6,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from benchmarks import ROOT
 from benchmarks.results import RESULTS, Row, device_slug, read, regressions, stamp, write
-
-if TYPE_CHECKING:
-    import torch
 
 
 def run(args: argparse.Namespace) -> None:
@@ -20,20 +16,17 @@ def run(args: argparse.Namespace) -> None:
 
     A complete file replaces the old one. A subset never replaces full results.
     """
-    import torch
-
     from benchmarks.report import draw
 
     if args.device == "cuda" and (reason := why_no_cuda()):
         sys.exit(f"python -m benchmarks run: {reason}")
     folder = args.output or (RESULTS if args.suite == "full" else ROOT / "build/benchmarks")
     folder.mkdir(parents=True, exist_ok=True)
-    device = torch.device(args.device)
-    path = folder.resolve() / f"{device_slug(device)}.csv"
+    path = folder.resolve() / f"{device_slug(args.device)}.csv"
     unfinished = path.with_suffix(".csv.unfinished")
     unfinished.unlink(missing_ok=True)
-    run_timings(unfinished, args.suite, device)
-    write(unfinished, stamp(other_rows(args.suite, device), device))
+    run_timings(unfinished, args.suite, args.device)
+    write(unfinished, stamp(other_rows(args.suite, args.device), args.device))
     unfinished.replace(path)
     print(path, draw(path), sep="\n")
 
@@ -49,14 +42,14 @@ def why_no_cuda() -> str | None:
     return None if torch.cuda.is_available() else "torch sees no CUDA device"
 
 
-def run_timings(path: Path, suite: str, device: "torch.device") -> None:
+def run_timings(path: Path, suite: str, device: str) -> None:
     """Run one process, on the CPU one per allocator; each appends to the file."""
     from benchmarks.cpu import ALLOCATORS
 
     processes: list[tuple[list[str], dict[str, str]]] = [
         (["benchmarks.cuda", str(path), suite], {})
     ]
-    if device.type == "cpu":
+    if device == "cpu":
         processes = [
             (["benchmarks.cpu", str(path), suite, allocator], variables)
             for allocator, variables in ALLOCATORS.items()
@@ -66,15 +59,18 @@ def run_timings(path: Path, suite: str, device: "torch.device") -> None:
         subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=True)
 
 
-def other_rows(suite: str, device: "torch.device") -> Iterator[Row]:
+def other_rows(suite: str, device: str) -> Iterator[Row]:
     """Yield the rows of other quantities than times; counts on CPUs also hold for GPUs."""
+    import torch
+
     from benchmarks.accuracy import accuracy_rows
     from benchmarks.cases import CUDA_SUITES, SUITES
     from benchmarks.collectives import scaling_rows
 
-    if device.type == "cpu":
+    if device == "cpu":
         yield from scaling_rows(SUITES[suite].worlds)
-    yield from accuracy_rows((CUDA_SUITES if device.type == "cuda" else SUITES)[suite], device)
+    suites = CUDA_SUITES if device == "cuda" else SUITES
+    yield from accuracy_rows(suites[suite], torch.device(device))
 
 
 def masks(args: argparse.Namespace) -> None:

@@ -178,7 +178,7 @@ def main(path: str, suite_name: str, allocator: str) -> None:
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     if allocator == "tuned":
         touch_memory(max(case.num_bytes for case in SUITES[suite_name].cases))
-    write(Path(path), stamp(timing_rows(suite_name, allocator), CPU))
+    write(Path(path), stamp(timing_rows(suite_name, allocator), "cpu"))
     dist.destroy_process_group()
 
 

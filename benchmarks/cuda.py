@@ -41,7 +41,7 @@ from benchmarks.layer import (
     step_call,
 )
 from benchmarks.measure import Samples, eager_clock, gpu_clock, launch_clock, record_launches
-from benchmarks.results import STEP, Row, spread, stamp, write
+from benchmarks.results import Row, spread, stamp, write
 from syncbn.distributed import collectives
 
 CUDA = torch.device("cuda")
@@ -115,7 +115,7 @@ def launch_rows(setting: Setting) -> Iterator[Row]:
     turns = make_buffers(OVERHEAD, setting.device)
     layers = make_layers(OVERHEAD, setting)
     for variant, quantity in itertools.product(("syncbn", "torch"), LAYER):
-        call = step_call(layers[variant], turns, backward=quantity == STEP)
+        call = step_call(layers[variant], turns, quantity=quantity)
         call()
         launches = record_launches(call)
         if not launches.kernels:
@@ -143,11 +143,11 @@ def main(path: str, suite_name: str) -> None:
     # torch's allocator reuses memory; the host's threads are idle.
     setting = Setting(suite, CUDA, 1, "tuned", eager_clock, gpu_clock, num_buffers, make_theirs)
     with sending_alone():
-        write(Path(path), stamp(setting_rows(setting), CUDA))
+        write(Path(path), stamp(setting_rows(setting), "cuda"))
     dist.destroy_process_group()
     worlds = [n for n in suite.worlds if n <= torch.cuda.device_count()]
     if worlds:
-        write(Path(path), stamp(collective_rows(worlds, "nccl", "cuda"), CUDA))
+        write(Path(path), stamp(collective_rows(worlds, "nccl", "cuda"), "cuda"))
 
 
 if __name__ == "__main__":

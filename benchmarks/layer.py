@@ -97,7 +97,7 @@ def make_buffers(case: Case, device: torch.device, number: int = 1) -> Iterator[
 
 
 def step_call(
-    layer: nn.Module, turns: Iterator[Buffers], *residuals: Tensor, backward: bool = True
+    layer: nn.Module, turns: Iterator[Buffers], *residuals: Tensor, quantity: str = STEP
 ) -> Call:
     """Return a training step, or only its forward pass."""
     parameters = list(layer.parameters())
@@ -112,7 +112,7 @@ def step_call(
         # backward() would add to the last step's gradients, in additional passes.
         return torch.autograd.grad(layer(*inputs), [*inputs, *parameters], buffers.dy)
 
-    return both if backward else forward
+    return both if quantity == STEP else forward
 
 
 def operator_calls(case: Case, device: torch.device, turns: Iterator[Buffers]) -> list[Call]:
@@ -172,8 +172,7 @@ def layer_samples(case: Case, setting: Setting) -> dict[str, Samples]:
     layers = make_layers(case, setting)
     samples = {}
     for quantity in LAYER:
-        backward = quantity == STEP
-        calls = {n: step_call(layer, turns, backward=backward) for n, layer in layers.items()}
+        calls = {n: step_call(layer, turns, quantity=quantity) for n, layer in layers.items()}
         samples[quantity] = time_beside_copy(calls, turns, setting.layer_clock, setting, number)
     return samples
 
@@ -200,8 +199,7 @@ def overhead_rows(setting: Setting, clock: Clock, quantities: Iterable[str]) -> 
     turns = make_buffers(OVERHEAD, setting.device)
     layers = make_layers(OVERHEAD, setting)
     for quantity in quantities:
-        backward = quantity == STEP
-        calls = {n: step_call(layer, turns, backward=backward) for n, layer in layers.items()}
+        calls = {n: step_call(layer, turns, quantity=quantity) for n, layer in layers.items()}
         clocks = dict.fromkeys(calls, clock)
         samples = interleave(calls, clocks, setting.suite.repeats, setting.suite.sample_seconds)
         yield from timed_rows("overhead", OVERHEAD, quantity, samples, setting)
@@ -229,14 +227,12 @@ def fused_rows(setting: Setting) -> Iterator[Row]:
         number = setting.num_buffers(case)
         turns = make_buffers(case, setting.device, number)
         addend = case.tensor(setting.device, seed=2).requires_grad_()
-        for (activation, module), addition in itertools.product(ACTIVATIONS.items(), (False, True)):
-            calls = {
-                name: step_call(layer, turns, *([addend] if addition else []))
-                for name, layer in _fused_layers(case, setting, activation).items()
-            }
+        for activation, addends in itertools.product(ACTIVATIONS, ((), (addend,))):
+            layers = _fused_layers(case, setting, activation)
+            calls = {name: step_call(layer, turns, *addends) for name, layer in layers.items()}
             samples = time_beside_copy(calls, turns, setting.layer_clock, setting, number)
-            name = f"{case.name}{' + addition' if addition else ''} + {module.__name__}"
-            passes = PASSES[STEP] + (ADDITION_PASSES if addition else 0)
+            name = f"{case.name}{' + addition' * len(addends)} + {ACTIVATIONS[activation].__name__}"
+            passes = PASSES[STEP] + ADDITION_PASSES * len(addends)
             yield from timed_rows("fused", replace(case, name=name), STEP, samples, setting, passes)
 
 

@@ -14,10 +14,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent / "results"
 STEP = "forward+backward"  # the quantity of a training step
@@ -102,8 +99,8 @@ def read(path: Path) -> list[Row]:
         return [Row(**{n: _TYPES.get(n, str)(v) for n, v in line.items()}) for line in reader]
 
 
-def stamp(rows: Iterable[Row], device: "torch.device") -> Iterator[Row]:
-    """Yield the rows with their origin: versions, commit, device and date."""
+def stamp(rows: Iterable[Row], device: str) -> Iterator[Row]:
+    """Yield the rows of "cpu" or "cuda" with their origin: versions, commit, device and date."""
     import torch
 
     import syncbn
@@ -118,11 +115,11 @@ def stamp(rows: Iterable[Row], device: "torch.device") -> Iterator[Row]:
     return (replace(row, **origin) for row in rows)
 
 
-def device_slug(device: "torch.device") -> str:
+def device_slug(device: str) -> str:
     """Return the model of the CPU or GPU, spelled for a file name."""
     import torch
 
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_model()
+    name = torch.cuda.get_device_name() if device == "cuda" else _cpu_model()
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 

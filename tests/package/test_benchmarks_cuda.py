@@ -58,7 +58,7 @@ def results(on_cpu, tmp_path_factory):
     path = tmp_path_factory.mktemp("cuda") / "gpu.csv"
     collectives = collective_rows(on_cpu.suite.worlds, "gloo", "cpu")
     measured = itertools.chain(cuda.setting_rows(on_cpu), collectives)
-    files.write(path, files.stamp(measured, CPU))
+    files.write(path, files.stamp(measured, "cpu"))
     return path
 
 
@@ -122,6 +122,19 @@ def test_a_net_is_the_sum_of_its_layers_round_by_round(on_cpu, monkeypatch):
         ("operators", "tiny 2-D", "batch_norm_stats", "syncbn", 2.0),
         ("operators", "tiny 2-D", "batch_norm_stats", "copy", 1.0),
     ]
+
+
+def test_layers_and_operators_are_timed_by_clocks_of_their_own(on_cpu, monkeypatch):
+    used = set()
+
+    def record(variants, clocks, *rest):
+        used.update((name, clocks[name]) for name in variants)
+        return {name: [1.0] for name in variants}
+
+    monkeypatch.setattr(layer, "interleave", record)
+    list(cuda.timing_rows(on_cpu._replace(layer_clock="layer", kernel_clock="kernel")))
+    layers = {(name, "layer") for name in ("syncbn", "torch", "syncbn again")}
+    assert used == layers | {(name, "kernel") for name in ("copy", *OPERATORS)}
 
 
 def test_layers_that_are_timed_send_their_messages():
