@@ -159,7 +159,7 @@ sanitize: $(VENV)/tools.stamp
 works:
 	$(MAKE) record-works VENV=.venv-oldest TORCH=2.11.0
 	$(MAKE) record-works VENV=.venv-newest TORCH=2.15.0
-	.venv-newest/bin/python -m tools.works
+	.venv-newest/bin/python -m tools.documents
 
 record-works: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/pytest -m "works and not cuda" --works=docs/works
@@ -209,14 +209,14 @@ manylinux: sdist
 	$(CHECK_RELEASE)
 
 define CHECK_RELEASE
-	$(BIN)/python -m tools.check_wheel dist/*.whl
+	$(BIN)/python tools/wheels.py check dist/*.whl
 	$(BIN)/twine check --strict dist/*.tar.gz
 endef
 
 try-wheel: $(TORCH_STAMP)
 	$(BIN)/pip install --quiet --group wheel-test
 	$(BIN)/pip install --quiet --force-reinstall --no-deps $(WHEEL)
-	$(BIN)/python tools/try_wheel.py
+	$(BIN)/python tools/wheels.py try
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest build dist syncbn.egg-info syncbn/*.so

@@ -11,12 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-import syncbn
-from benchmarks.cases import DTYPES, LAYOUTS, Suite
-from benchmarks.rows import Row, spread
+from benchmarks.cases import DTYPES, LAYOUTS, Case, Suite
+from benchmarks.layer import Setting, make_layers
+from benchmarks.results import Row, spread
 
-EPS = 1e-5
-MOMENTUM = 0.1
+EPS, MOMENTUM = 1e-5, 0.1  # the layers' defaults
 QUANTITIES = ("output", "grad_input", "grad_weight", "running_var")
 
 Wide = npt.NDArray[np.longdouble]
@@ -24,66 +23,48 @@ Wide = npt.NDArray[np.longdouble]
 
 def accuracy_rows(suite: Suite, device: torch.device) -> Iterator[Row]:
     """Measure each quantity's largest error, as a fraction of its largest exact value."""
+    setting = Setting(suite, device, torch.get_num_threads(), "default")
     for shape in suite.accuracy_shapes:
         for dtype in DTYPES:
             for ratio in suite.ratios:
                 # At larger ratios the dtype's rounding exceeds the spread of the values.
                 if ratio < 1 / torch.finfo(DTYPES[dtype]).eps:
-                    yield from _rows(shape, dtype, ratio, suite.seeds, device)
+                    case = Case(f"mean/std {ratio:.0e}", shape, dtype, LAYOUTS[0])
+                    yield from _rows(case, ratio, setting)
 
 
-def _rows(
-    shape: tuple[int, ...], dtype: str, ratio: float, seeds: int, device: torch.device
-) -> Iterator[Row]:
+def _rows(case: Case, ratio: float, setting: Setting) -> Iterator[Row]:
     errors: dict[tuple[str, str], list[float]] = {}
-    for seed in range(seeds):
+    for seed in range(setting.suite.seeds):
         generator = torch.Generator().manual_seed(seed)
-        values = torch.randn((2, *shape), generator=generator, dtype=torch.float64)
-        x, dy = (values[0] + ratio).to(DTYPES[dtype]), values[1].to(DTYPES[dtype])
-        weight = (0.5 + torch.rand(shape[1], generator=generator)).to(_parameter_dtype(dtype))
+        values = torch.randn((2, *case.shape), generator=generator, dtype=torch.float64)
+        x, dy = (v.to(DTYPES[case.dtype]) for v in (values[0] + ratio, values[1]))
+        weight = 0.5 + torch.rand(case.shape[1], generator=generator)
         exact = _exact(x, dy, weight)
+        layers = make_layers(case, setting)
         for variant in ("syncbn", "torch"):
-            results = _train(variant, x.to(device), dy.to(device), weight.to(device))
+            results = _train(layers[variant], x.to(setting.device), dy.to(setting.device), weight)
             for quantity, result, right in zip(QUANTITIES, results, exact, strict=True):
                 error = np.abs(_wide(result) - right).max() / np.abs(right).max()
                 errors.setdefault((quantity, variant), []).append(float(error))
-    size = "x".join(map(str, shape))
     for (quantity, variant), found in errors.items():
-        inputs = (f"mean/std {ratio:.0e}", dtype, LAYOUTS[0], size, torch.get_num_threads())
-        yield Row(
-            "accuracy",
-            *inputs,
-            "default",
-            quantity,
-            variant,
-            "measured",
-            *spread(found),
-            "relative error",
-            len(found),
-        )
+        row = (*case.columns, setting.threads, setting.allocator, quantity, variant, "measured")
+        yield Row("accuracy", *row, *spread(found), "relative error", len(found))
 
 
-def _parameter_dtype(dtype: str) -> torch.dtype:
-    return torch.float64 if dtype == "float64" else torch.float32
-
-
-def _train(variant: str, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-    layers = {"syncbn": syncbn.SyncBatchNorm, "torch": nn.BatchNorm2d}
-    if x.dim() == 2:
-        layers["torch"] = nn.BatchNorm1d
-    layer = layers[variant](x.size(1), EPS, MOMENTUM, device=x.device, dtype=weight.dtype)
+def _train(layer: nn.Module, x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    parameter = layer.get_parameter("weight")
     with torch.no_grad():
-        layer.weight.copy_(weight)
-    leaf = x.clone().requires_grad_()
-    output = layer(leaf)
-    grad_input, grad_weight = torch.autograd.grad(output, [leaf, layer.weight], dy)
-    running_var = layer.get_buffer("running_var")
-    return output.detach(), grad_input, grad_weight, running_var
+        parameter.copy_(weight)
+    x.requires_grad_()
+    output = layer(x)
+    gradients = torch.autograd.grad(output, [x, parameter], dy)
+    return output.detach(), *gradients, layer.get_buffer("running_var")
 
 
 def _wide(tensor: Tensor) -> Wide:
     # float64 holds every value of the smaller dtypes.
-    return tensor.double().cpu().numpy().astype(np.longdouble)
+    return tensor.detach().double().cpu().numpy().astype(np.longdouble)
 
 
 def _exact(x: Tensor, dy: Tensor, weight: Tensor) -> tuple[Wide, ...]:

@@ -1,10 +1,11 @@
-"""Cases for timing CPUs and GPUs, and suites of different length."""
+"""Cases for timing CPUs and GPUs, suites of different length, and shapes of nets."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 DTYPES = {
     "float32": torch.float32,
@@ -26,6 +27,11 @@ class Case:
     # For a part of a net: the whole net as a case, and the number of such layers in it.
     net: "Case | None" = None
     layers: int = 1
+
+    @property
+    def columns(self) -> tuple[str, str, str, str]:
+        """The first columns of a row after the benchmark's name."""
+        return self.name, self.dtype, self.layout, "x".join(map(str, self.shape))
 
     @property
     def num_bytes(self) -> int:
@@ -54,10 +60,11 @@ class Suite:
     accuracy_shapes: tuple[tuple[int, ...], ...]
     ratios: tuple[float, ...]  # mean / standard deviation
     seeds: int  # inputs for measuring errors
-    shapes_per_net: int = 0  # for the sweep on a CPU
+    shapes_per_net: int  # for the sweep on a CPU
 
 
-def _grid(name: str, shape: tuple[int, ...], *dtypes: str) -> list[Case]:
+def grid(name: str, shape: tuple[int, ...], *dtypes: str) -> list[Case]:
+    """Return the cases of a shape, in each layout."""
     layouts = LAYOUTS if len(shape) == 4 else LAYOUTS[:1]
     return [Case(name, shape, dtype, layout) for dtype in dtypes for layout in layouts]
 
@@ -99,12 +106,12 @@ def resnet50(images: int, *kind: str) -> list[Case]:
 # Sizes are of one tensor in float32. `memory` exceeds the caches and is bound by memory; `cache`
 # fits the last-level cache; the small cases are bound by latency and the host.
 _ALL = (
-    *_grid("memory", (16, 64, 112, 112), *DTYPES),  # 51 MB
-    *_grid("memory wide", (32, 256, 56, 56), "float32", "bfloat16"),  # 103 MB
-    *_grid("cache", (8, 128, 28, 28), *DTYPES),  # 3.2 MB
-    *_grid("cache narrow", (32, 16, 56, 56), "float32", "bfloat16"),  # 6.4 MB
-    *_grid("maps 7x7", (8, 512, 7, 7), "float32", "bfloat16"),  # 0.8 MB
-    *_grid("2-D", (256, 2048), "float32", "bfloat16"),  # 2.1 MB
+    *grid("memory", (16, 64, 112, 112), *DTYPES),  # 51 MB
+    *grid("memory wide", (32, 256, 56, 56), "float32", "bfloat16"),  # 103 MB
+    *grid("cache", (8, 128, 28, 28), *DTYPES),  # 3.2 MB
+    *grid("cache narrow", (32, 16, 56, 56), "float32", "bfloat16"),  # 6.4 MB
+    *grid("maps 7x7", (8, 512, 7, 7), "float32", "bfloat16"),  # 0.8 MB
+    *grid("2-D", (256, 2048), "float32", "bfloat16"),  # 2.1 MB
 )
 _FUSED = tuple(
     case for case in _ALL if case.name == "memory" and case.dtype in ("float32", "bfloat16")
@@ -142,10 +149,10 @@ SUITES = {
     # For tests that everything runs: its times are meaningless.
     "tiny": Suite(
         cases=(
-            *_grid("tiny", (2, 3, 5, 7), "float32"),
-            *_grid("tiny 2-D", (4, 5), "bfloat16"),
+            *grid("tiny", (2, 3, 5, 7), "float32"),
+            *grid("tiny 2-D", (4, 5), "bfloat16"),
         ),
-        fused=tuple(_grid("tiny", (2, 3, 5, 7), "float32")),
+        fused=tuple(grid("tiny", (2, 3, 5, 7), "float32")),
         repeats=3,
         sample_seconds=0.0001,
         worlds=(1, 2, 3),
@@ -160,9 +167,9 @@ SUITES = {
 # for which channels-last tensors have no wide vectors and torch's kernels have few blocks.
 _GPU_DTYPES = ("float32", "bfloat16", "float16")
 _GPU_SMALL = (
-    *_grid("maps 7x7", (8, 512, 7, 7), *_GPU_DTYPES),
-    *_grid("2-D", (256, 2048), *_GPU_DTYPES),
-    *_grid("17 channels", (32, 17, 112, 112), *_GPU_DTYPES),
+    *grid("maps 7x7", (8, 512, 7, 7), *_GPU_DTYPES),
+    *grid("2-D", (256, 2048), *_GPU_DTYPES),
+    *grid("17 channels", (32, 17, 112, 112), *_GPU_DTYPES),
 )
 
 # These cover split planes, small maps in 16 bits, and tiles of channels-last tensors.
@@ -174,11 +181,13 @@ _GPU_QUICK = (
 
 # The largest tensors of ResNet-50, for 256 images.
 _GPU_FUSED = tuple(
-    case for dtype in ("float32", "bfloat16") for case in _grid("memory", (256, 256, 56, 56), dtype)
+    case for dtype in ("float32", "bfloat16") for case in grid("memory", (256, 256, 56, 56), dtype)
 )
 
+# Accuracy is measured as on CPUs.
 CUDA_SUITES = {
-    "full": Suite(
+    "full": replace(
+        SUITES["full"],
         cases=(
             *(
                 case
@@ -190,14 +199,11 @@ CUDA_SUITES = {
             *_GPU_SMALL,
         ),
         fused=_GPU_FUSED,
-        repeats=21,
         sample_seconds=0.004,
         worlds=(2, 4, 8),
-        accuracy_shapes=((4, 16, 7, 7), (8, 128, 28, 28), (256, 2048)),
-        ratios=(1, 1e1, 1e2, 1e3, 1e4, 1e5, 1e6),
-        seeds=3,
     ),
-    "quick": Suite(
+    "quick": replace(
+        SUITES["quick"],
         cases=(
             *(
                 case
@@ -208,24 +214,56 @@ CUDA_SUITES = {
             *(case for case in _GPU_SMALL if case.dtype != "float16"),
         ),
         fused=_GPU_FUSED,
-        repeats=9,
         sample_seconds=0.002,
         worlds=(2, 4, 8),
-        accuracy_shapes=((4, 16, 7, 7),),
-        ratios=(1, 1e3, 1e6),
-        seeds=1,
     ),
-    "tiny": Suite(
+    "tiny": replace(
+        SUITES["tiny"],
         cases=(
             *_net("tiny net", (2, 3, 9, 9), ((1, 4, 9), (3, 5, 4)), "float32", "contiguous"),
-            *_grid("tiny 2-D", (4, 5), "bfloat16"),
+            *grid("tiny 2-D", (4, 5), "bfloat16"),
         ),
-        fused=tuple(_grid("tiny", (2, 3, 5, 7), "float32")),
-        repeats=3,
-        sample_seconds=0.0001,
         worlds=(1, 2),
-        accuracy_shapes=((2, 3, 5, 7),),
-        ratios=(1,),
-        seeds=1,
     ),
 }
+
+_IMAGE_NETS = ("resnet50", "mobilenet_v3_large", "efficientnet_b0", "densenet121")
+_NETS: dict[str, set[tuple[int, ...]]] = {
+    "DCGAN": {(64, 1024 >> level, 2 << level, 2 << level) for level in range(1, 5)},
+    "PointNet": {(16, 64, 1024), (16, 128, 1024), (16, 1024, 1024), (16, 512), (16, 256)},
+    "heads": {(256, 128), (256, 2048), (1024, 4096)},
+}
+
+
+def shapes_of_nets(number: int) -> dict[str, list[tuple[int, ...]]]:
+    """Return ``number`` different shapes of each net, from its smallest to its largest.
+
+    The image nets are torchvision's, for batches of 8 and 32 images of 224x224. The generator of a
+    DCGAN makes 64 images of 64x64, and a PointNet takes 16 clouds of 1024 points. ``heads`` are the
+    projection heads of contrastive learning.
+    """
+    nets = {name: _shapes_of_images(name) for name in _IMAGE_NETS} | _NETS
+    return {name: _spread(shapes, number) for name, shapes in nets.items()}
+
+
+def _shapes_of_images(name: str) -> set[tuple[int, ...]]:
+    """Return the input shapes of a torchvision net's batch norm layers."""
+    from torchvision import models  # which a machine with a GPU may not have
+
+    shapes = set()
+    with torch.device("meta"):  # shapes without values
+        net = models.get_model(name)
+        for module in net.modules():
+            if isinstance(module, _BatchNorm):
+                module.register_forward_pre_hook(lambda _, args: shapes.add(tuple(args[0].shape)))
+        for images in (8, 32):
+            net(torch.empty(images, 3, 224, 224))
+    return shapes
+
+
+def _spread(shapes: set[tuple[int, ...]], number: int) -> list[tuple[int, ...]]:
+    """Return at most ``number`` shapes at equal distances in the order of their sizes."""
+    by_size = sorted(shapes, key=lambda shape: (math.prod(shape), shape))
+    if number >= len(by_size):
+        return by_size
+    return [by_size[round(i * (len(by_size) - 1) / max(1, number - 1))] for i in range(number)]

@@ -23,13 +23,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
 import syncbn
-from benchmarks import launches
-from benchmarks.rows import spread
-from benchmarks.timer import Call
+from benchmarks import measure
+from benchmarks.cases import RESNET50
+from benchmarks.measure import Call
+from benchmarks.results import spread
 
-# ResNet-50's batch norm layers: the stem's, and for each stage those of its shortcut and blocks.
-STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))
-CHANNELS = (64, *(c for w, blocks in STAGES for c in (4 * w, *(w, w, 4 * w) * blocks)))
+CHANNELS = [channels for layers, channels, _ in RESNET50 for _ in range(layers)]
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "syncbn": syncbn.SyncBatchNorm,
     "torch": nn.SyncBatchNorm,
@@ -99,14 +98,14 @@ def clock(call: Call) -> tuple[float, float]:
 def count(call: Call) -> dict[str, int]:
     """Return a call's numbers of launches, waits, allocated tensors and collectives."""
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
-    kernels, copies, waits = launches.record_launches(call)
+    kernels, copies, waits = measure.record_launches(call)
     allocated = torch.cuda.memory_stats()["allocation.all.allocated"] - allocated
     collectives = sum(name.startswith("nccl") for name in kernels)
     launched = len(kernels) + len(copies) - collectives
     return dict(launches=launched, waits=len(waits), tensors=allocated, collectives=collectives)
 
 
-def measure(rank: int, store: str, layers: int, rounds: int, compiler: str) -> None:
+def run_rank(rank: int, store: str, layers: int, rounds: int, compiler: str) -> None:
     """Measure on one rank, and print on the first; runs in a spawned process."""
     if importlib.util.find_spec("standin_plugin"):  # no profiler sees the stand-in's launches
         importlib.import_module("standin_plugin").count_by_log()
@@ -146,4 +145,4 @@ if __name__ == "__main__":
     parser.add_argument("--compiler", default="", help="such as aot_eager; eager without it")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        spawn(measure, (f"{folder}/store", args.layers, args.rounds, args.compiler), nprocs=2)
+        spawn(run_rank, (f"{folder}/store", args.layers, args.rounds, args.compiler), nprocs=2)

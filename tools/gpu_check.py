@@ -126,7 +126,7 @@ def stages(output: Path) -> list[list[Part]]:
     pytest += ["--durations=10", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
     environment = f"'{python}' -m syncbn info && nvidia-smi"
     # "python -m benchmarks run" would need NumPy and matplotlib.
-    benchmark = [python, "-m", "benchmarks.cuda_timings", str(output / "benchmark.csv"), "quick"]
+    benchmark = [python, "-m", "benchmarks.cuda", str(output / "benchmark.csv"), "quick"]
     return [
         [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],
         [Part("environment", ["sh", "-c", environment], 20, env)],

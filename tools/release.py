@@ -5,16 +5,30 @@ Prints the problems, and exits with status 1 if there are any. Needs only Python
 
 import re
 import sys
+from pathlib import Path
 
-from tools import repository
-
-ROOT = repository.ROOT
+ROOT = Path(__file__).parents[1]
 
 
 def version() -> str:
     """Return the version, read from setup.py."""
     (found,) = re.findall(r'^VERSION = "(.+)"$', (ROOT / "setup.py").read_text(), re.MULTILINE)
     return str(found)
+
+
+def url(name: str = "Repository") -> str:
+    """Return an address of ``[project.urls]`` in pyproject.toml.
+
+    It is found by a regular expression, because Python 3.10 has no TOML parser.
+
+    Raises:
+        ValueError: pyproject.toml has no such line.
+    """
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(rf'^{name} = "(.+)"$', text, re.MULTILINE)
+    if found is None:
+        raise ValueError(f'expected a line {name} = "https://..." in pyproject.toml')
+    return found[1]
 
 
 def problems(tag: str, address: str, changelog: str, citation: str) -> list[str]:
@@ -29,10 +43,8 @@ def problems(tag: str, address: str, changelog: str, citation: str) -> list[str]
     found = []
     if tag != f"v{version()}":
         found.append(f"expected the tag v{version()}, the version in setup.py, but got {tag}")
-    if address != repository.url():
-        found.append(
-            f"expected the repository {repository.url()}, as pyproject.toml says, but got {address}"
-        )
+    if address != url():
+        found.append(f"expected the repository {url()}, as pyproject.toml says, but got {address}")
     headings = re.findall(r"^## \[(.+)\] - (\d{4}-\d\d-\d\d)$", changelog, re.MULTILINE)
     date = dict(headings).get(version())
     if date is None:

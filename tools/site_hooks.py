@@ -3,12 +3,17 @@
 CONTRIBUTING, CHANGELOG, an example and the README of benchmarks/ become pages. Links in the sources
 are relative paths in the repository; they become links to pages or, for other files, to the
 repository. The build fails if a public name is missing on the API page or has no docstring.
+
+This file is also an extension of griffe, the parser of mkdocstrings, and converts docstrings: in
+the sources a reference is Sphinx's ``:class:`syncbn.SyncBatchNorm```, and the heading of an example
+is "Example:".
 """
 
 import posixpath
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import griffe
 from mkdocs.config.defaults import MkDocsConfig
@@ -19,7 +24,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # mkdocs runs this as a file
 
-from tools import release, repository, site_docstrings  # noqa: E402
+from tools import release  # noqa: E402
 
 # Pages from files outside of docs/.
 PAGES = {
@@ -29,6 +34,7 @@ PAGES = {
     "examples/resnet18.py": "resnet18.md",
 }
 PICTURES = "benchmarks/results"
+ROLE = re.compile(r":(?:class|func|meth):`(\w[\w.]*)`")
 LINK = re.compile(r"\]\((?!\w+:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 EXAMPLE = """# Example: ResNet-18
@@ -47,9 +53,9 @@ SHOWN = re.compile(r"^::: syncbn\.(\w+)$", re.MULTILINE)  # on the API page
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Set the version, and the addresses of the repository and of the site."""
     config.site_name += f" {release.version()}"
-    config.repo_url = repository.url()
+    config.repo_url = release.url()
     # `mkdocs serve` has set its own.
-    config.site_url = config.site_url or repository.url("Documentation")
+    config.site_url = config.site_url or release.url("Documentation")
     config.repo_name = "Repository"
     config.edit_uri = ""
     return config
@@ -99,7 +105,7 @@ def rewritten(markdown: str, source: str, pages: set[str]) -> str:
             return f"]({page}{anchor})"
         if (ROOT / path).exists():
             kind = "tree" if (ROOT / path).is_dir() else "blob"
-            return f"]({repository.url()}/{kind}/main/{path}{anchor})"
+            return f"]({release.url()}/{kind}/main/{path}{anchor})"
         return match[0]
 
     return LINK.sub(link, markdown)
@@ -112,7 +118,7 @@ def names(on_page: list[str]) -> str:
     for name in on_page:
         docstring = package[name].final_target.docstring
         first = docstring.value.split("\n\n")[0].replace("\n", " ") if docstring else ""
-        rows.append(f"| [`{name}`][syncbn.{name}] | {site_docstrings.to_markdown(first)} |\n")
+        rows.append(f"| [`{name}`][syncbn.{name}] | {to_markdown(first)} |\n")
     return "".join(rows)
 
 
@@ -140,3 +146,22 @@ def undocumented(root: Path, on_page: list[str]) -> list[str]:
             if not item.has_docstring:
                 problems.append(f"{item.path} is public, and has no docstring")
     return problems
+
+
+def to_markdown(docstring: str) -> str:
+    """Return the docstring with references to syncbn as links and others as code."""
+
+    def link(match: re.Match[str]) -> str:
+        name = match[1]
+        return f"[`{name}`][{name}]" if name.startswith("syncbn.") else f"`{name}`"
+
+    return re.sub(r"^Example:$", "Examples:", ROLE.sub(link, docstring), flags=re.MULTILINE)
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites every docstring."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite the docstring of one module, class, function or attribute."""
+        if obj.docstring:
+            obj.docstring.value = to_markdown(obj.docstring.value)

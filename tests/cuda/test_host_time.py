@@ -21,7 +21,7 @@ def counts(text):
 @pytest.mark.cuda
 def test_a_layer_launches_two_kernels_each_way_and_waits_for_nothing(tmp_path, capfd):
     options = (str(tmp_path / "store"), 2, 2, "")
-    torch.multiprocessing.spawn(cuda_host.measure, options, nprocs=2)
+    torch.multiprocessing.spawn(cuda_host.run_rank, options, nprocs=2)
     found = counts(capfd.readouterr().out)
     for direction in ("forward", "backward"):
         ours, theirs = found["syncbn", direction], found["torch", direction]

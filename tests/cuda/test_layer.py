@@ -8,7 +8,7 @@ from support.cases import make_input
 from support.cuda_device import IS_STANDIN
 from torch import nn
 
-from benchmarks import launches
+from benchmarks.measure import record_launches
 from syncbn import SyncBatchNorm, convert_sync_batchnorm
 
 # torch's own warning if a backward pass is the first matrix multiplication of its thread.
@@ -50,7 +50,7 @@ def test_at_most_three_kernels_each_way_and_nothing_else(shape, layout, dtype, o
     forward, backward, _ = make_step(shape, layout, dtype, **options)
     for direction in (forward, backward):
         direction()  # one-time setup
-        found = launches.record_launches(direction)
+        found = record_launches(direction)
         # An empty input launches too: it sends zeros, and updates the running statistics.
         assert 0 < len(found.kernels) <= 3, found
         assert all("syncbn" in name for name in found.kernels), found
@@ -68,7 +68,7 @@ def test_the_counting_itself():
         y.sum().item()
 
     call()
-    found = launches.record_launches(call)
+    found = record_launches(call)
     assert len(found.kernels) >= 2 and len(found.copies) >= 1 and len(found.waits) >= 1, found
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import os
 import re
 import sys
 import time
@@ -9,30 +10,38 @@ from statistics import geometric_mean
 
 import pytest
 import torch
-from support.benchmarking import execute, found, read, run, select
+from support.benchmarking import (
+    COPIES,
+    OPERATORS,
+    VARIANTS,
+    execute,
+    found,
+    run,
+    select,
+    step_rows,
+    variants,
+)
+from support.paths import ROOT
 
 import syncbn
-from benchmarks import timer
-from benchmarks.cases import RESNET50, SUITES, Case
+from benchmarks import measure
+from benchmarks.cases import RESNET50, SUITES, Case, shapes_of_nets
+from benchmarks.cpu import ALLOCATORS, make_masks
 from benchmarks.layer import Setting, make_layers, timed_rows
-from benchmarks.nets import shapes_of_nets
-from benchmarks.timings import ALLOCATORS
+from benchmarks.results import read, write
 
 pytestmark = pytest.mark.any_torch
 
+SETTING = Setting(SUITES["tiny"], torch.device("cpu"), 1, "tuned")
+
 
 @pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    """The folder with what a run of the tiny suite leaves."""
+def results(tmp_path_factory):
+    """The results of a run of the tiny suite."""
     folder = tmp_path_factory.mktemp("benchmarks")
     result = run("run", "--tiny", "--output", folder)
     assert result.returncode == 0, result.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
-def results(output):
-    (path,) = output.glob("*.csv*")
+    (path,) = folder.glob("*.csv*")
     assert path.suffix == ".csv", "the run is not finished"
     return path
 
@@ -43,66 +52,46 @@ def rows(results):
 
 
 def test_rows_of_every_kind(rows):
-    variants = {}
-    for benchmark, quantity, variant in found(rows, "benchmark", "quantity", "variant"):
-        variants.setdefault((benchmark, quantity), set()).add(variant)
-    times = {"syncbn", "torch", "syncbn again"}
-    ratios = {"torch/syncbn", "syncbn again/syncbn"}
-    copies = {"copy", "copy/syncbn"}
-    layer = times | ratios | copies | {"copy/torch"}
-    operators = ("stats", "apply", "backward_reduce", "backward_apply")
+    layer = VARIANTS | COPIES | {"copy/torch"}
     counted = ("collectives", "bytes_sent", "bytes_received", "forward collective")
     errors = ("output", "grad_input", "grad_weight", "running_var")
-    assert variants == {
+    assert variants(rows) == {
         ("layer", "forward"): layer,
         ("layer", "forward+backward"): layer,
         ("fused", "forward+backward"): layer | {"separate", "separate/syncbn"},
-        ("overhead", "forward+backward"): times | ratios,
+        ("overhead", "forward+backward"): VARIANTS,
         ("shape of a net", "forward+backward"): {"syncbn", "torch", "torch/syncbn"},
         ("sweep", "forward+backward"): {"torch/syncbn"},
-        **{("operators", f"batch_norm_{name}"): copies | {"syncbn"} for name in operators},
+        **{("operators", name): COPIES | {"syncbn"} for name in OPERATORS},
         **{("scaling", quantity): {"syncbn", "all-gather"} for quantity in counted},
         **{("accuracy", quantity): {"syncbn", "torch"} for quantity in errors},
     }
 
 
 def test_layer_is_timed_with_both_allocators_and_by_one_thread_and_all(rows):
-    every = str(torch.get_num_threads())
-    expected = {("tuned", "1"), ("tuned", every), ("default", every)}
+    every = torch.get_num_threads()
+    expected = {("tuned", 1), ("tuned", every), ("default", every)}
     assert found(select(rows, benchmark="layer"), "allocator", "threads") == expected
     assert found(select(rows, benchmark="overhead"), "allocator", "threads") == expected
 
 
 def test_units_are_sane(rows):
-    # From the resolution of the clock to what even a busy machine takes for these shapes.
-    limits = {
-        "us": (0.05, 1e7),
-        "ratio": (1e-5, 1e5),
-        "bytes": (0, 1e5),
-        "calls": (0, 2),
-        "relative error": (0, 0.1),
-    }
-    assert {row["unit"] for row in rows} == limits.keys()
+    assert found(rows, "unit") == {("us",), ("ratio",), ("bytes",), ("calls",), ("relative error",)}
     for row in rows:
-        low, high = limits[row["unit"]]
-        q1, median, q3 = (float(row[name]) for name in ("q1", "median", "q3"))
-        assert low <= q1 <= median <= q3 <= high, row
+        assert 0 <= row.q1 <= row.median <= row.q3 < math.inf, row
+        assert row.median > 0 or row.unit in ("bytes", "calls", "relative error"), row
 
 
 def test_times_are_microseconds_and_ratios_are_a_to_b_round_by_round():
-    samples = {
-        "syncbn": [1.0, 2.0, 4.0],
-        "torch": [2.0, 6.0, 16.0],
-        "syncbn again": [1.0, 2.0, 4.0],
-    }
-    setting = Setting(SUITES["tiny"], torch.device("cpu"), 1, "tuned")
-    rows = timed_rows("layer", SUITES["tiny"].cases[0], "forward", samples, setting, [])
+    samples = {"syncbn": [1.0, 2.0, 4.0], "torch": [2.0, 6.0, 16.0], "copy": [1.0, 1.0, 1.0]}
+    rows = timed_rows("layer", SUITES["tiny"].cases[0], "forward", samples, SETTING, passes=4)
     assert [(row.variant, row.unit, row.q1, row.median, row.q3) for row in rows] == [
         ("syncbn", "us", 1500000, 2000000, 3000000),
         ("torch", "us", 4000000, 6000000, 11000000),
-        ("syncbn again", "us", 1500000, 2000000, 3000000),
+        ("copy", "us", 2000000, 2000000, 2000000),  # of two tensors, in four passes
         ("torch/syncbn", "ratio", 2.5, 3, 3.5),
-        ("syncbn again/syncbn", "ratio", 1, 1, 1),
+        ("copy/syncbn", "ratio", 0.75, 1, 1.5),
+        ("copy/torch", "ratio", pytest.approx((1 / 8 + 1 / 3) / 2), pytest.approx(1 / 3), 2 / 3),
     ]
 
 
@@ -126,16 +115,15 @@ def test_only_projections_are_called_so(rows):
 def test_sweeps_are_the_means_of_their_shapes(rows):
     parts = select(rows, benchmark="shape of a net", variant="torch/syncbn")
     means = select(rows, benchmark="sweep")
-    nets = {row["case"] for row in parts}
-    assert {row["case"] for row in means} == nets | {"sweep"} and len(nets) == 7
+    nets = {row.case for row in parts}
+    assert {row.case for row in means} == nets | {"sweep"} and len(nets) == 7
     for mean in means:
-        kind = {name: mean[name] for name in ("dtype", "layout", "threads")}
-        net = {} if mean["case"] == "sweep" else {"case": mean["case"]}
-        speeds = [float(row["median"]) for row in select(parts, **kind, **net)]
+        kind = {name: getattr(mean, name) for name in ("dtype", "layout", "threads")}
+        net = {} if mean.case == "sweep" else {"case": mean.case}
+        speeds = [row.median for row in select(parts, **kind, **net)]
         # Rows keep five digits.
-        assert float(mean["median"]) == pytest.approx(geometric_mean(speeds), rel=1e-4)
-        assert (float(mean["q1"]), float(mean["q3"])) == (min(speeds), max(speeds))
-        assert int(mean["repeats"]) == len(speeds)
+        assert mean.median == pytest.approx(geometric_mean(speeds), rel=1e-4)
+        assert (mean.q1, mean.q3, mean.repeats) == (min(speeds), max(speeds), len(speeds))
 
 
 def test_shapes_are_those_that_nets_have():
@@ -152,7 +140,7 @@ def test_layers_take_every_shape_that_nets_have():
     assert dims == {2, 3, 4}
     for number in dims:
         case = Case("net", (4, 3, 2, 5)[:number], "float32", "contiguous")
-        for layer in make_layers(case, torch.device("cpu")).values():
+        for layer in make_layers(case, SETTING).values():
             assert layer(torch.rand(case.shape)).shape == case.shape
 
 
@@ -170,48 +158,43 @@ def test_counted_bytes(rows):
     """By the sizes of the messages: ours are of one size, the all-gather's grow with the world."""
     channels = 64
     forward, backward = 2 * channels + 1, 2 * channels
-    scaling = select(rows, benchmark="scaling", kind="counted")
-    counts = {
-        (int(row["case"].removeprefix("world ")), row["variant"], row["quantity"]): int(
-            row["median"]
-        )
-        for row in scaling
+    ours, theirs = 2 * 8 * (2 * channels + 4), 4 * (forward + backward)
+    counts = {}
+    for row in select(rows, benchmark="scaling", kind="counted"):
+        counts.setdefault((row.case, row.variant), []).append(row.median)
+    assert counts == {
+        ("world 1", "syncbn"): [0, 0, 0],
+        ("world 1", "all-gather"): [0, 0, 0],
+        ("world 2", "syncbn"): [2, ours, ours],
+        ("world 2", "all-gather"): [2, theirs, 4 * (2 * forward + backward)],
+        ("world 3", "syncbn"): [2, ours, ours],
+        ("world 3", "all-gather"): [2, theirs, 4 * (3 * forward + backward)],
     }
-    worlds = {world for world, _, _ in counts}
-    assert worlds == {1, 2, 3}
-    for world in worlds:
-        got = {
-            variant: [
-                counts[world, variant, quantity]
-                for quantity in ("collectives", "bytes_sent", "bytes_received")
-            ]
-            for variant in ("syncbn", "all-gather")
-        }
-        if world == 1:
-            assert got == {"syncbn": [0, 0, 0], "all-gather": [0, 0, 0]}
-        else:
-            ours, theirs = 2 * 8 * (2 * channels + 4), 4 * (forward + backward)
-            assert got["syncbn"] == [2, ours, ours]
-            assert got["all-gather"] == [2, theirs, 4 * (world * forward + backward)]
 
 
 def test_errors_of_a_wrong_layer_would_show(rows):
     """In float32 and at a mean of one standard deviation there is rounding, and no more."""
     near = select(rows, benchmark="accuracy", case="mean/std 1e+00", dtype="float32")
     assert len(near) == 8
-    assert all(0 < float(row["median"]) < 1e-6 for row in near)
+    assert all(0 < row.median < 1e-6 for row in near)
+
+
+def test_run_is_drawn(results):
+    drawn = results.with_suffix(".png")
+    assert sorted(results.parent.iterdir()) == [results, drawn]
+    assert drawn.stat().st_size > 10_000
 
 
 def test_clock_tells_seconds_per_call(monkeypatch):
     now = itertools.count(3)  # the calls are all that takes time
     monkeypatch.setattr(time, "perf_counter", lambda: next(now))
-    assert timer.host_clock(lambda: next(now), 5) == (5 + 1) / 5
+    assert measure.host_clock(lambda: next(now), 5) == (5 + 1) / 5
 
 
 def test_variants_take_turns():
     order = []
     variants = {name: lambda name=name: order.append(name) for name in "ab"}
-    samples = timer.interleave(variants, dict.fromkeys("ab", timer.host_clock), 3, 0.0)
+    samples = measure.interleave(variants, dict.fromkeys("ab", measure.host_clock), 3, 0.0)
     # A first call and one to see how long it takes, of each; then in turn.
     assert "".join(order) == "aabb" + "ab" * 3
     assert {name: len(values) for name, values in samples.items()} == {"a": 3, "b": 3}
@@ -221,7 +204,7 @@ def test_variants_take_turns():
 def test_tuned_allocator_keeps_its_pages():
     code = """
 import resource, torch
-from benchmarks.timings import touch_memory
+from benchmarks.cpu import touch_memory
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 x = torch.ones(10 << 20)  # above glibc's largest threshold
 touch_memory(x.nbytes)
@@ -235,7 +218,89 @@ print(faults() - before)
     assert int(execute("-c", code).stdout) >= huge_pages  # or there would be nothing to tune
 
 
-def test_run_is_drawn(results):
-    drawn = results.with_suffix(".png")
-    assert sorted(results.parent.iterdir()) == [results, drawn]
-    assert drawn.stat().st_size > 10_000
+@pytest.mark.parametrize("shape", [(8, 3, 5, 50), (8, 3, 50)])
+def test_masks_leave_about_half_of_the_places(shape):
+    for mask in make_masks(shape).values():
+        assert mask.dtype == torch.bool and mask.shape == (shape[0], *shape[2:])
+        assert 0.25 < mask.double().mean() < 0.75
+
+
+def test_each_way_of_masks_has_its_ratio():
+    result = run("masks", "--tiny")
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        ratios = dict(re.findall(r"(\w+(?:, filled)?) (\d+\.\d\d) \[", line))
+        assert [*ratios] == ["padding", "padding, filled", "any", "any, filled"]
+        # Filling runs tens of operators more, which take the time of tensors of 24 values.
+        assert float(ratios["padding, filled"]) > float(ratios["padding"])
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """A folder before the project's, as site-packages are: with another syncbn, which says so."""
+    (tmp_path / "syncbn").mkdir()
+    (tmp_path / "syncbn/__init__.py").write_text("raise SystemExit('the installed one')")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-m", "benchmarks", "run", "--tiny"),
+        ("-m", "benchmarks.cpu"),
+        ("-m", "benchmarks.cuda"),
+        ("-c", "import benchmarks, syncbn"),
+    ],
+)
+def test_installed_package_is_measured_and_not_the_folder_of_its_sources(installed, command):
+    assert execute(*command, PYTHONPATH=str(installed)).stderr == "the installed one\n"
+
+
+FIND = """
+import benchmarks, sys
+from importlib.util import find_spec
+print(find_spec("syncbn").origin, sys.path[-1])
+"""
+
+
+def test_sources_are_measured_where_they_are_asked_for(installed):
+    """As by `make gpu-check`, which builds in place."""
+    result = execute("-c", FIND, PYTHONPATH=f"{ROOT}{os.pathsep}{installed}")
+    assert result.stdout.split()[0] == str(ROOT / "syncbn/__init__.py"), result.stderr
+
+
+def test_sources_are_found_where_nothing_is_installed():
+    # Without site-packages, where torch lies, too.
+    result = execute("-S", "-c", FIND, PYTHONPATH="")
+    assert result.stdout.split() == [str(ROOT / "syncbn/__init__.py"), str(ROOT)], result.stderr
+
+
+def without(*modules):
+    """Return a program that cannot import these."""
+    return f"""
+import benchmarks, sys
+sys.modules.update(dict.fromkeys({modules}))
+"""
+
+
+@pytest.mark.parametrize("command", ["table", "compare"])
+def test_results_are_read_with_nothing_but_python(tmp_path, command):
+    results = tmp_path / "abacus.csv"
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("README.md", "benchmarks/README.md"):
+        (tmp_path / name).write_text("<!-- benchmark table -->\n<!-- end of benchmark table -->\n")
+    write(results, step_rows(SUITES["tiny"].cases[0], 1.0))
+    args = {"table": ("--root", tmp_path, "--results", tmp_path), "compare": (results, results)}
+    code = without("torch", "syncbn", "numpy", "matplotlib")
+    code += "from benchmarks.__main__ import main; main()"
+    result = execute("-c", code, command, *args[command])
+    assert result.returncode == 0, result.stderr
+
+
+def test_gpus_are_timed_without_numpy_and_matplotlib():
+    """A machine with a GPU may have no more than torch."""
+    code = "import benchmarks, syncbn" + without("numpy", "matplotlib", "torchvision")
+    result = execute("-c", code + "import benchmarks.cuda")
+    assert result.returncode == 0, result.stderr

@@ -5,16 +5,25 @@ from collections import Counter
 
 import pytest
 import torch
-from support.benchmarking import cells, execute, found, read, run, select
+from support.benchmarking import (
+    COPIES,
+    OPERATORS,
+    VARIANTS,
+    cells,
+    execute,
+    found,
+    run,
+    select,
+    variants,
+)
 
-from benchmarks import cuda_layers, cuda_timings, plot, table
-from benchmarks import rows as files
-from benchmarks.cases import CUDA_SUITES, RESNET50
-from benchmarks.collective_times import collective_rows
-from benchmarks.launches import Launches, read_launches
+from benchmarks import cuda, cuda_plans, layer, report
+from benchmarks import results as files
+from benchmarks.cases import CUDA_SUITES, RESNET50, Case
+from benchmarks.collectives import collective_rows
+from benchmarks.cuda_plans import KERNELS, L2, LAUNCH, MEMORY, SIGNAL, STEP, Plan
 from benchmarks.layer import Setting
-from benchmarks.stamp import stamp
-from benchmarks.timer import host_clock
+from benchmarks.measure import Launches, host_clock, read_launches
 
 pytestmark = pytest.mark.any_torch
 
@@ -37,55 +46,42 @@ def made_up_launches(call):
 def on_cpu():
     """The same rows from the CPU: each clock is the host's, and no profiler sees launches."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda_layers, "TorchLayer", Ordinary)
-        patch.setattr(cuda_timings, "num_buffers", lambda case: 2)
-        patch.setattr(cuda_timings, "record_launches", made_up_launches)
-        for clock in ("eager_clock", "gpu_clock", "launch_clock"):
-            patch.setattr(cuda_timings, clock, host_clock)
-        yield Setting(CUDA_SUITES["tiny"], CPU, 1, "tuned")
+        patch.setattr(cuda, "TorchLayer", Ordinary)
+        patch.setattr(cuda, "record_launches", made_up_launches)
+        patch.setattr(cuda, "launch_clock", host_clock)
+        setting = Setting(CUDA_SUITES["tiny"], CPU, 1, "tuned", make_theirs=cuda.make_theirs)
+        yield setting._replace(num_buffers=lambda case: 2)
 
 
 @pytest.fixture(scope="module")
 def results(on_cpu, tmp_path_factory):
     path = tmp_path_factory.mktemp("cuda") / "gpu.csv"
-    parts = (cuda_timings.overhead_rows, cuda_timings.launch_rows, cuda_timings.timing_rows)
-    parts += (cuda_timings.fused_rows,)
-    measured = itertools.chain.from_iterable(part(on_cpu) for part in parts)
     collectives = collective_rows(on_cpu.suite.worlds, "gloo", "cpu")
-    files.write(path, (stamp(row, CPU) for row in itertools.chain(measured, collectives)))
+    measured = itertools.chain(cuda.setting_rows(on_cpu), collectives)
+    files.write(path, files.stamp(measured, "cpu"))
     return path
 
 
 @pytest.fixture(scope="module")
 def rows(results):
-    return read(results)
+    return files.read(results)
 
 
 def test_rows_of_every_kind(rows):
-    variants = {}
-    for benchmark, quantity, variant in found(rows, "benchmark", "quantity", "variant"):
-        variants.setdefault((benchmark, quantity), set()).add(variant)
-    times = {"syncbn", "torch", "syncbn again"}
-    ratios = {"torch/syncbn", "syncbn again/syncbn"}
-    copies = {"copy", "copy/syncbn"}
-    layer = times | ratios | copies | {"copy/torch"}
+    layer = VARIANTS | COPIES | {"copy/torch"}
     directions = ("forward", "forward+backward")
-    operators = [
-        f"batch_norm_{name}" for name in ("stats", "apply", "backward_reduce", "backward_apply")
-    ]
-    kinds = ("kernels", "copies", "waits")
-    expected = {("overhead", direction): times | ratios for direction in directions}
+    expected = {("overhead", direction): VARIANTS for direction in directions}
     for suffix in ("", " of a net"):
         expected |= {(f"layer{suffix}", direction): layer for direction in directions}
-        expected |= {(f"operators{suffix}", name): copies | {"syncbn"} for name in operators}
+        expected |= {(f"operators{suffix}", name): COPIES | {"syncbn"} for name in OPERATORS}
     expected["fused", "forward+backward"] = layer | {"separate", "separate/syncbn"}
     expected |= {
         ("launches", f"{direction}, {kind}"): {"syncbn", "torch"}
         for direction in directions
-        for kind in kinds
+        for kind in ("kernels", "copies", "waits")
     }
     expected["collectives", "forward collective"] = {"syncbn", "all-gather"}
-    assert variants == expected
+    assert variants(rows) == expected
     assert found(select(rows, benchmark="layer"), "case", "shape") == {
         ("tiny net", "2x3x9x9"),
         ("tiny 2-D", "4x5"),
@@ -97,27 +93,19 @@ def test_rows_of_every_kind(rows):
     }
 
 
-def test_units_are_sane(rows):
-    limits = {"us": (0.05, 1e7), "ratio": (1e-5, 1e5), "calls": (1, 3)}
-    assert {row["unit"] for row in rows} == limits.keys()
-    for row in rows:
-        low, high = limits[row["unit"]]
-        q1, median, q3 = (float(row[name]) for name in ("q1", "median", "q3"))
-        assert low <= q1 <= median <= q3 <= high, row
-    counts = {
-        row["quantity"].split(", ")[1]: row["median"] for row in rows if "," in row["quantity"]
-    }
-    assert counts == {"kernels": "3", "copies": "2", "waits": "1"}
+def test_launches_are_counted(rows):
+    counts = {row.quantity.split(", ")[1]: row.median for row in select(rows, unit="calls")}
+    assert counts == {"kernels": 3, "copies": 2, "waits": 1}
 
 
 def test_a_net_is_the_sum_of_its_layers_round_by_round(on_cpu, monkeypatch):
     # Three for each case.
     rounds = itertools.cycle(3 * [[1.0, 2.0, 4.0]] + 3 * [[5.0, 1.0, 1.0]])
     samples = lambda variants, *rest: dict.fromkeys(variants, next(rounds))  # noqa: E731
-    monkeypatch.setattr(cuda_timings, "interleave", samples)
+    monkeypatch.setattr(layer, "interleave", samples)
     sums = [
         (row.benchmark, row.case, row.quantity, row.variant, row.median / 1e6)
-        for row in cuda_timings.timing_rows(on_cpu)
+        for row in cuda.timing_rows(on_cpu)
         if row.quantity in ("batch_norm_stats", "forward")
         and row.variant in ("syncbn", "copy")
         and not row.benchmark.endswith(" of a net")
@@ -136,10 +124,23 @@ def test_a_net_is_the_sum_of_its_layers_round_by_round(on_cpu, monkeypatch):
     ]
 
 
+def test_layers_and_operators_are_timed_by_clocks_of_their_own(on_cpu, monkeypatch):
+    used = set()
+
+    def record(variants, clocks, *rest):
+        used.update((name, clocks[name]) for name in variants)
+        return {name: [1.0] for name in variants}
+
+    monkeypatch.setattr(layer, "interleave", record)
+    list(cuda.timing_rows(on_cpu._replace(layer_clock="layer", kernel_clock="kernel")))
+    layers = {(name, "layer") for name in ("syncbn", "torch", "syncbn again")}
+    assert used == layers | {(name, "kernel") for name in ("copy", *OPERATORS)}
+
+
 def test_layers_that_are_timed_send_their_messages():
     code = """
 import torch, torch.distributed as dist
-from benchmarks.cuda_layers import sending_alone
+from benchmarks.cuda import sending_alone
 from syncbn import SyncBatchNorm
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 sizes, original = [], dist.all_reduce
@@ -206,38 +207,108 @@ def test_trace_without_the_call_is_an_error():
         read_launches(launch_events()[1:])
 
 
-def test_table_is_of_nets_and_single_cases(results):
-    shown = ("tiny net", "tiny 2-D", "small layer")
-    above, lines, below = table.text([files.read(results)], shown).split("\n\n")
-    assert " on a GPU; 1.00 is `torch.nn.SyncBatchNorm` in" in " ".join(above.split())
+def test_page_is_of_nets_and_single_cases(results):
+    _, above, lines, below, _ = report.page([files.read(results)]).split("\n\n")
+    assert " on a GPU, relative to `torch.nn.SyncBatchNorm`:" in " ".join(above.split())
     below = " ".join(below.split())
     assert " in a group of one rank over NCCL, " in below and "53 batch norm layers" in below
-    assert "refuses" not in below and "Memory" not in below  # those are of CPUs
-    _, *shown = cells(lines)
-    assert [line[:2] for line in shown] == [
-        ["tiny net", "2x3x9x9"],
-        ["tiny 2-D", "4x5"],
-        ["small layer", "8x16x4x4"],
-    ]
-    assert [[bool(cell) for cell in line[2:]] for line in shown] == [
-        [True, False, False, False],
-        [False, False, True, False],
-        [True, False, False, False],
-    ]
+    assert "does not train on CPUs" not in below and "allocator" not in below
+    shown = {line[0]: (line[1], [bool(cell) for cell in line[2:]]) for line in cells(lines)[1:]}
+    assert len(shown) == 3 + 6  # each activation with and without an addition
+    assert shown["tiny net"] == ("2x3x9x9", [True, False, False, False])
+    assert shown["tiny 2-D"] == ("4x5", [False, False, True, False])
+    assert shown["small layer"] == ("8x16x4x4", [True, False, False, False])
 
 
-def test_picture_is_of_single_cases_and_of_the_operators_of_nets(results):
-    figure = plot.picture(files.read(results))
-    above, below = ([label.get_text() for label in a.get_yticklabels()] for a in figure.axes)
-    behind = [f"{a}{b}" for b in ("ReLU", "LeakyReLU", "SiLU") for a in ("+ ", "+ addition + ")]
-    fused = [f"tiny {name}  2x3x5x7" for name in behind]
-    assert above == ["tiny net  2x3x9x9", "tiny 2-D  4x5", *fused, "small layer  8x16x4x4"]
-    operators = ("stats", "apply", "backward_reduce", "backward_apply")
-    assert below == [*above[:-1], *(f"tiny net  {name}" for name in operators)]
-    assert "times torch's SyncBatchNorm:" in figure.axes[0].get_title("left")
+def test_results_are_drawn(results):
+    assert report.draw(results).stat().st_size > 10_000
 
 
 def test_without_a_gpu_it_says_so():
     result = run("run", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "no CUDA operators" in result.stderr or "no CUDA device" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    return cuda_plans.build(tmp_path_factory.mktemp("plans"))
+
+
+def test_plan_is_that_of_the_kernels(library):
+    case = Case("", (32, 64, 56, 56), "bfloat16", "contiguous")
+    plan = cuda_plans.find_plan(library, case, multiprocessors=132)
+    # A channel has 32 planes of 392 vectors, in four segments; 256 threads load 12.25 each.
+    assert plan == Plan(0, 8, 1, 256, 1, 1, 64, 4, 13, 256, 1, 8, 8, 2)
+    assert plan.blocks == 256 and plan.partial_bytes == 4 * 16 and plan.last_steps == 1
+
+    case = Case("", (32, 64, 56, 56), "float32", "channels_last")
+    plan = cuda_plans.find_plan(library, case, multiprocessors=132)
+    assert (plan.matrix, plan.vector, plan.channels * plan.tiles) == (1, 4, 64)
+    assert plan.tiles * plan.splits == 264 and plan.loads * plan.block_y * plan.splits >= 100_352
+
+
+DECISIONS = {
+    "several channels in a block": (
+        Case("", (64, 1024, 14, 14), "float32", "contiguous"),
+        {"block_x": 64, "block_y": 4, "tiles": 256, "splits": 1},
+    ),
+    "tiny planes are columns": (Case("", (256, 64, 2, 2), "float32", "contiguous"), {"matrix": 1}),
+    "small planes of whole vectors are not": (
+        Case("", (256, 64, 4, 4), "float32", "contiguous"),
+        {"matrix": 0, "aligned": 1},
+    ),
+    "wide tiles where rows are few": (
+        Case("", (1, 16384, 3, 3), "float32", "contiguous"),
+        {"matrix": 1, "block_x": 72, "tiles": 512},
+    ),
+    "more narrow vectors in flight": (
+        Case("", (32, 17, 112, 112), "bfloat16", "channels_last"),
+        {"vector": 1, "in_flight": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "expected"), DECISIONS.values(), ids=DECISIONS)
+def test_decisions_of_the_plan(library, case, expected):
+    plan = cuda_plans.find_plan(library, case, multiprocessors=132)._asdict()
+    assert {name: plan[name] for name in expected} == expected
+
+
+def test_times_are_the_sums_of_what_is_assumed():
+    stats, apply = KERNELS[:2]
+    case = Case("", (1000, 100, 10, 10), "float32", "contiguous")
+    copy = case.num_bytes / (2 * cuda_plans.COPY_RATE)
+
+    def seconds(kernel, **fields):
+        plan = Plan(0, 4, 1, 256, 1, 1, 4, 1, 8, 256, 1, 8, 8, 2)._replace(**fields)
+        return cuda_plans.kernel_seconds(kernel, plan, case, multiprocessors=2)
+
+    assert cuda_plans.copy_seconds(stats, case, 2) == pytest.approx(LAUNCH + MEMORY + copy)
+    # Four blocks are one wave; 256 members merge in eight steps.
+    one_wave = LAUNCH + MEMORY + 8 * STEP + copy
+    assert seconds(stats) == pytest.approx(one_wave)
+    assert seconds(stats, tiles=8) == pytest.approx(one_wave + (MEMORY + 8 * STEP) / 2)
+    # Sixteen partial sums of a channel and one reader: two turns, no step.
+    assert seconds(stats, tiles=1, splits=16) == pytest.approx(
+        one_wave + 3 * (MEMORY + 8 * STEP) / 2 + SIGNAL + 2 * L2
+    )
+    # One block on one of two multiprocessors draws twice its share, which is that of both.
+    assert seconds(stats, tiles=1) == pytest.approx(one_wave)
+    assert seconds(apply) == pytest.approx(LAUNCH + MEMORY + apply.chain * L2 + 2 * copy)
+
+
+def test_tables_are_printed():
+    arguments = ("--images", "32", "--multiprocessors", "132", "--dtypes", "bfloat16")
+    result = execute("-m", "benchmarks.cuda_plans", *arguments)
+    assert result.stdout.startswith("A model, not a measurement."), result.stderr
+    tables = result.stdout.split("\n## ")[1:]
+    assert [title.split(", ")[2:4] for title in tables] == [
+        ["bfloat16", "contiguous"],
+        ["bfloat16", "channels_last"],
+    ]
+    for table in tables:
+        lines = [line for line in table.splitlines() if line.startswith("|")]
+        assert len(lines) == 2 + 12 + 1 and lines[-1].startswith("| all layers |")
+        assert len({line.count("|") for line in lines}) == 1
+    assert "| 6 x 64x56x56 | planar 8 | 256x1 | 64x4 | 0.97 | 49 | 13 | 0 | 1 |" in tables[0]

@@ -7,7 +7,7 @@ import pytest
 from support.paths import ROOT
 
 import syncbn
-from tools import release, repository
+from tools import release
 
 pytestmark = pytest.mark.any_torch
 
@@ -38,18 +38,18 @@ def test_changelog_has_the_version():
 
 
 def test_a_release_that_is_ready_has_no_problems():
-    assert release.problems(TAG, repository.url(), DATED, CITATION) == []
+    assert release.problems(TAG, release.url(), DATED, CITATION) == []
 
 
 @pytest.mark.parametrize(
     ("tag", "address", "changelog", "words"),
     [
-        ("v9.9.9", repository.url(), DATED, "expected the tag"),
-        (release.version(), repository.url(), DATED, "expected the tag"),
+        ("v9.9.9", release.url(), DATED, "expected the tag"),
+        (release.version(), release.url(), DATED, "expected the tag"),
         (TAG, "https://github.com/somebody/else", DATED, "expected the repository"),
-        (TAG, repository.url(), DATED.replace("2026-12-01", "soon"), "YYYY-MM-DD"),
-        (TAG, repository.url(), DATED.replace(release.version(), "0.0.1"), "YYYY-MM-DD"),
-        (TAG, repository.url(), DATED.replace("2026-12-01", "2026-12-02"), "in CITATION.cff"),
+        (TAG, release.url(), DATED.replace("2026-12-01", "soon"), "YYYY-MM-DD"),
+        (TAG, release.url(), DATED.replace(release.version(), "0.0.1"), "YYYY-MM-DD"),
+        (TAG, release.url(), DATED.replace("2026-12-01", "2026-12-02"), "in CITATION.cff"),
     ],
 )
 def test_what_is_not_ready_is_said(tag, address, changelog, words):

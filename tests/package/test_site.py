@@ -13,8 +13,8 @@ import pytest
 from support.paths import ROOT
 
 import syncbn
-from benchmarks.rows import RESULTS
-from tools import repository, site_docstrings, site_hooks
+from benchmarks.results import RESULTS
+from tools import release, site_hooks
 
 pytestmark = pytest.mark.any_torch
 
@@ -72,7 +72,7 @@ def test_labels_are_titles(site):
         assert re.sub(r"<[^>]*>", "", label).strip() == title
 
 
-ADDRESS = repository.url("Documentation")
+ADDRESS = release.url("Documentation")
 
 
 def test_pages_know_their_address(site):
@@ -185,7 +185,7 @@ def test_public_name_must_be_on_the_page_and_documented(tmp_path):
     ]
 
 
-FILES = repository.url() + "/blob/main"
+FILES = release.url() + "/blob/main"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ FILES = repository.url() + "/blob/main"
         ("README.md", "CONTRIBUTING.md", "contributing.md"),
         ("README.md", "docs/digits.png", "digits.png"),
         ("README.md", "tests/conftest.py", f"{FILES}/tests/conftest.py"),
-        ("README.md", "examples", f"{repository.url()}/tree/main/examples"),
+        ("README.md", "examples", f"{release.url()}/tree/main/examples"),
         ("docs/choosing.md", "../README.md#install", f"{FILES}/README.md#install"),
         ("docs/tutorial.md", "../examples/resnet18.py", "resnet18.md"),
         ("docs/choosing.md", "fusion.md", "fusion.md"),
@@ -217,7 +217,7 @@ def test_references_of_docstrings_become_links():
     text = (
         "As :func:`syncbn.functional.train`, not :class:`torch.nn.Linear`.\n\nExample:\n    >>> 1\n"
     )
-    assert site_docstrings.to_markdown(text) == (
+    assert site_hooks.to_markdown(text) == (
         "As [`syncbn.functional.train`][syncbn.functional.train], not `torch.nn.Linear`.\n\n"
         "Examples:\n    >>> 1\n"
     )

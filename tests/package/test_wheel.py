@@ -13,7 +13,7 @@ import torch
 from support.paths import ROOT
 
 import syncbn
-from tools import check_wheel, release, repository
+from tools import release, wheels
 
 pytestmark = pytest.mark.any_torch
 
@@ -52,7 +52,7 @@ def write_wheel(folder, changes=(), name=NAME):
 
 
 def test_a_wheel_of_what_is_installed_passes(tmp_path):
-    assert check_wheel.problems(write_wheel(tmp_path)) == []
+    assert wheels.problems(write_wheel(tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_wheel_of_what_is_installed_passes(tmp_path):
     ],
 )
 def test_what_is_wrong_in_a_wheel_is_found(tmp_path, changes, words):
-    (problem,) = check_wheel.problems(write_wheel(tmp_path, changes))
+    (problem,) = wheels.problems(write_wheel(tmp_path, changes))
     assert words in problem
 
 
@@ -77,20 +77,20 @@ def test_library_that_needs_one_torch_is_found(tmp_path):
     """Such as one of torch's own, written against the ABI that each torch changes."""
     library = Path(torch.__file__).parent / "lib" / "libshm.so"
     changes = {"syncbn/_other.so": library.read_bytes()}
-    problems = check_wheel.problems(write_wheel(tmp_path, changes))
+    problems = wheels.problems(write_wheel(tmp_path, changes))
     assert any("UNSTABLE" in problem for problem in problems), problems
 
 
 def test_wheel_whose_library_is_of_another_python_is_found(tmp_path):
     name = NAME.replace(PYTHON, "cp39")
-    (problem,) = check_wheel.problems(write_wheel(tmp_path, name=name))
+    (problem,) = wheels.problems(write_wheel(tmp_path, name=name))
     assert "expected syncbn/_C.cpython-39-x86_64-linux-gnu.so in" in problem
 
 
 def test_wheel_that_does_not_say_its_python_is_found(tmp_path):
     name = NAME.replace(f"{PYTHON}-{PYTHON}", "py3-none")
     assert any(
-        "SYSTEM.whl, but got" in p for p in check_wheel.problems(write_wheel(tmp_path, name=name))
+        "SYSTEM.whl, but got" in p for p in wheels.problems(write_wheel(tmp_path, name=name))
     )
 
 
@@ -125,17 +125,17 @@ def test_sdist_holds_what_git_does(sdist):
 
 
 def test_pypi_takes_the_metadata(sdist):
-    passed, printed = check_wheel.run("twine", "check", "--strict", str(sdist))
+    passed, printed = wheels.run("twine", "check", "--strict", str(sdist))
     assert passed, printed
 
 
 def test_description_is_the_readme_with_links_to_files_of_this_version(metadata):
-    assert check_wheel.relative_links(metadata) == []
-    files = rf"{re.escape(repository.url())}/(?:blob|raw)/v{re.escape(release.version())}/"
+    assert wheels.relative_links(metadata) == []
+    files = rf"{re.escape(release.url())}/(?:blob|raw)/v{re.escape(release.version())}/"
     linked = re.findall(rf"\({files}([^)#]+)", metadata)
     assert len(linked) > 10
     assert not [path for path in linked if not (ROOT / path).exists()]
-    assert f"]({repository.url()}/raw/v{release.version()}/docs/digits.png)" in metadata
+    assert f"]({release.url()}/raw/v{release.version()}/docs/digits.png)" in metadata
     description = metadata.partition("\n\n")[2]
     assert re.sub(files, "", description).strip() == (ROOT / "README.md").read_text().strip()
 
@@ -145,8 +145,8 @@ def test_metadata_says_for_what_and_where(metadata):
     assert headers["License-Expression"] == "BSD-3-Clause" and headers["Author"]
     urls = dict(line.split(", ") for line in headers.get_all("Project-URL"))
     assert urls.keys() == {"Changelog", "Documentation", "Issues", "Repository"}
-    assert urls["Repository"] == repository.url()
-    assert all(urls[name].startswith(repository.url()) for name in ("Changelog", "Issues"))
+    assert urls["Repository"] == release.url()
+    assert all(urls[name].startswith(release.url()) for name in ("Changelog", "Issues"))
     classifiers = headers.get_all("Classifier")
     pythons = [re.fullmatch(r"Programming Language :: Python :: 3\.(\d+)", c) for c in classifiers]
     assert tuple(int(python[1]) for python in pythons if python) == PYTHONS

@@ -15,10 +15,10 @@ def take_log() -> list[tuple[str, str]]:
 
 
 def record_launches(call: Any) -> Any:
-    """Do as :func:`benchmarks.launches.record_launches`."""
+    """Do as :func:`benchmarks.measure.record_launches`."""
     import torch
 
-    from benchmarks.launches import Launches
+    from benchmarks.measure import Launches
 
     take_log()
     call()
@@ -32,9 +32,9 @@ def record_launches(call: Any) -> Any:
 
 def count_by_log() -> None:
     """Have benchmarks count launches by the log."""
-    from benchmarks import launches
+    from benchmarks import measure
 
-    launches.record_launches = record_launches
+    measure.record_launches = record_launches
 
 
 def pytest_configure(config: pytest.Config) -> None:

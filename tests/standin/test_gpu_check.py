@@ -17,9 +17,9 @@ BENCHMARK = """
 import sys
 import standin_plugin
 standin_plugin.count_by_log()
-from benchmarks import cuda_timings
-cuda_timings.num_buffers = lambda case: 2
-cuda_timings.main(*sys.argv[1:])
+from benchmarks import cuda
+cuda.num_buffers = lambda case: 2
+cuda.main(*sys.argv[1:])
 """
 
 

@@ -1,16 +1,15 @@
 """Benchmarks as a user starts them, results that are made up, and looks into results."""
 
-import csv
 import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
 from benchmarks.cases import SUITES
 from benchmarks.layer import Setting, timed_rows
+from benchmarks.results import STEP
 from support.paths import ROOT
 
 ORIGIN = {"device": "abacus", "date": "2026-01-02", "commit": "abcdef0", "torch": "2.11.0"}
@@ -32,18 +31,28 @@ def run(*args, **variables):
     return execute("-m", "benchmarks", *args, **variables)
 
 
-def read(path: Path):
-    """Return rows as the file has them."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def found(rows, *columns):
-    return {tuple(row[column] for column in columns) for row in rows}
+    return {tuple(getattr(row, column) for column in columns) for row in rows}
 
 
 def select(rows, **values):
-    return [row for row in rows if all(row[name] == value for name, value in values.items())]
+    return [row for row in rows if all(getattr(row, n) == value for n, value in values.items())]
+
+
+def variants(rows):
+    """Return the variants of each benchmark and quantity."""
+    by_quantity = {}
+    for benchmark, quantity, variant in found(rows, "benchmark", "quantity", "variant"):
+        by_quantity.setdefault((benchmark, quantity), set()).add(variant)
+    return by_quantity
+
+
+# Of times.
+VARIANTS = {"syncbn", "torch", "syncbn again", "torch/syncbn", "syncbn again/syncbn"}
+COPIES = {"copy", "copy/syncbn"}
+OPERATORS = [
+    f"batch_norm_{name}" for name in ("stats", "apply", "backward_reduce", "backward_apply")
+]
 
 
 def step_rows(case, speed, share=None, benchmark="layer", **changes):
@@ -52,12 +61,10 @@ def step_rows(case, speed, share=None, benchmark="layer", **changes):
     ``share`` is the speed as a share of copying's, ``changes`` are columns.
     """
     samples = {"syncbn": [1.0], "torch": [speed], "syncbn again": [1.04]}
-    pairs = []
     if share is not None:
         samples["copy"] = [share]
-        pairs = [("copy", "syncbn")]
     setting = Setting(SUITES["tiny"], torch.device("cpu"), threads=8, allocator="tuned")
-    rows = timed_rows(benchmark, case, "forward+backward", samples, setting, pairs)
+    rows = timed_rows(benchmark, case, STEP, samples, setting, passes=2)
     return [replace(row, **{**ORIGIN, **changes}) for row in rows]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tools.works import Rows
+from tools.documents import Rows
 
 
 class Recorder:

@@ -1,10 +1,15 @@
-"""Tables of the speed of training steps against torch's layer, for the README and for a page."""
+"""Tables of results, for the README and for a page, and a picture.
+
+They show training steps of layers with all threads. Tables need only Python.
+"""
 
 import statistics
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from benchmarks.rows import Row
-from benchmarks.steps import case_name, column, is_cuda, training_steps
+from benchmarks.results import RATIO, STEP, Row, read
 
 NO_RESULTS = "`make bench` measures the machine it runs on and writes the results here.\n"
 
@@ -51,6 +56,37 @@ ALL = "[All figures and conditions](benchmarks/README.md)."
 LINKS = "[The figures](results/{device}.csv) also have operators and accuracy."
 PICTURE = "![The table above as a picture, and how fast copying is.](results/{device}.png)"
 
+# At a width of 800 pixels, an inch has 100 pixels and a point 1.4; the file has twice as many.
+WIDTH, LINE, AROUND_LINES = 8.0, 0.23, 2.0  # inches
+DPI = 200
+TEXT, TITLE = 7.5, 9  # points
+
+Cells = dict[str, dict[str, float]]  # by names of line and column
+
+
+def training_steps(rows: list[Row], allocator: str = "tuned") -> list[Row]:
+    """Return the rows of layers, fused layers, sweeps and the small layer, with an allocator."""
+    names = ("layer", "fused", "sweep", "overhead")
+    layers = [row for name in names for row in rows if row.benchmark == name]
+    threads = max(row.threads for row in layers)
+    how = (STEP, threads, allocator)
+    return [row for row in layers if (row.quantity, row.threads, row.allocator) == how]
+
+
+def case_name(row: Row) -> str:
+    """Return the displayed name of a case."""
+    return "small layer" if row.benchmark == "overhead" else row.case
+
+
+def column(row: Row) -> str:
+    """Return the dtype, with the layout unless it is contiguous."""
+    return row.dtype if row.layout == "contiguous" else f"{row.dtype} {row.layout}"
+
+
+def is_cuda(rows: list[Row]) -> bool:
+    """Whether results are of a GPU: only these count launches."""
+    return any(row.benchmark == "launches" for row in rows)
+
 
 def text(results: list[list[Row]]) -> str:
     """Return the README's block: a table for each device, or how to get one."""
@@ -72,7 +108,7 @@ def _section(rows: list[Row]) -> str:
     steps, setting = training_steps(rows), _setting(rows)
     cases = {name: name for name in map(case_name, steps)}
     below = [ORIGIN, ON_CUDA if is_cuda(rows) else ON_CPU]
-    sweeps = [row for row in steps if row.benchmark == "sweep" and row.variant == "torch/syncbn"]
+    sweeps = [row for row in steps if row.benchmark == "sweep" and row.variant == RATIO]
     if sweeps:
         nets = ", ".join(dict.fromkeys(row.case for row in sweeps if row.case != "sweep"))
         low, high = min(row.q1 for row in sweeps), max(row.q3 for row in sweeps)
@@ -131,5 +167,87 @@ def _figures(steps: list[Row], cases: tuple[str, ...]) -> list[Row]:
     return [
         row
         for row in steps
-        if row.variant == "torch/syncbn" and case_name(row) in cases and column(row) in COLUMNS
+        if row.variant == RATIO and case_name(row) in cases and column(row) in COLUMNS
     ]
+
+
+def draw(path: Path) -> Path:
+    """Draw a file of results into the same folder; return the picture's path.
+
+    The picture has the speed relative to torch and, below, to copying, for nets also by operator.
+    """
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm, Normalize
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    rows = read(path)
+    steps = training_steps(rows)
+    nets = {row.case for row in rows if row.benchmark == "operators of a net"}
+    operators = [row for row in rows if row.benchmark == "operators" and row.case in nets]
+    speed = _cells(steps, RATIO)
+    copying = _cells([*steps, *operators], "copy/syncbn")
+    lines = [len(speed), len(copying)]
+    size = (WIDTH, AROUND_LINES + LINE * sum(lines))
+    layout = ConstrainedLayoutEngine(hspace=0.05)  # between the tables
+    figure = Figure(size, dpi=DPI, layout=layout)
+    above, below = figure.subplots(2, 1, height_ratios=lines)
+
+    first = steps[0]
+    where, theirs = f"{first.device} with {first.threads} threads", "BatchNorm"
+    share = "share of the speed of copying as many bytes"
+    if is_cuda(rows):
+        where, theirs = first.device, "SyncBatchNorm"
+    else:
+        share += ";\na copy also reads what it overwrites"
+    figure.suptitle(
+        f"syncbn: speed of a training step, forward and backward, on {where}\n"
+        f"medians of {first.date}, commit {first.commit}, torch {first.torch}",
+        fontsize=TITLE,
+    )
+    found = [value for by_column in speed.values() for value in by_column.values()]
+    # Symmetric around 1, so that 1 is white, the middle of the colors.
+    limit = max(2, *found, *(1 / value for value in found))
+    title = f"times torch's {theirs}: 1.00 is equal, blue is faster, red is slower"
+    scale = LogNorm(1 / limit, limit)
+    _panel(above, speed, title, lambda value: colormaps["RdBu"](scale(value)), "{:.2f}")
+    greens = Normalize(0, 1.2)
+    _panel(below, copying, share, lambda value: colormaps["Greens"](greens(value)), "{:.0%}")
+    drawn = path.with_suffix(".png")
+    figure.savefig(drawn)
+    return drawn
+
+
+def _cells(rows: list[Row], variant: str) -> Cells:
+    cells: Cells = {}
+    for row in rows:
+        line = f"{case_name(row)}  {row.shape}"
+        if row.benchmark == "operators":
+            line = f"{row.case}  {row.quantity.removeprefix('batch_norm_')}"
+        if row.variant == variant:
+            cells.setdefault(line, {})[column(row)] = row.median
+    return cells
+
+
+def _panel(
+    axes: Any, cells: Cells, title: str, find_color: Callable[[float], Any], form: str
+) -> None:
+    """Draw a table; unmeasured cells stay empty."""
+    columns = list(dict.fromkeys(name for by_column in cells.values() for name in by_column))
+    axes.set_xlim(0, len(columns))
+    axes.set_ylim(len(cells), 0)
+    axes.set_xticks([n + 0.5 for n in range(len(columns))], [c.replace(" ", "\n") for c in columns])
+    axes.set_yticks([n + 0.5 for n in range(len(cells))], list(cells))
+    axes.tick_params(length=0, labelsize=TEXT, labeltop=True, labelbottom=False)
+    axes.spines[:].set_visible(False)
+    axes.set_title(title, fontsize=TITLE, fontweight="bold", loc="left")
+    for line, by_column in enumerate(cells.values()):
+        for name, value in by_column.items():
+            x = columns.index(name)
+            color = find_color(value)
+            axes.fill([x, x + 1, x + 1, x], [line, line, line + 1, line + 1], fc=color, ec="white")
+            # Black text on light cells, by perceived lightness.
+            light = 0.3 * color[0] + 0.6 * color[1] + 0.1 * color[2] > 0.5
+            ink = "black" if light else "white"
+            where = (x + 0.5, line + 0.5)
+            axes.annotate(form.format(value), where, ha="center", va="center", size=TEXT, color=ink)

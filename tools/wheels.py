@@ -1,4 +1,4 @@
-"""Checks wheels for users and PyPI: ``python -m tools.check_wheel dist/*.whl``.
+"""Checks wheels for users and PyPI: ``python tools/wheels.py check dist/*.whl``.
 
 - auditwheel: the wheel needs only system libraries of some manylinux; torch provides its own and
   NVIDIA's libraries.
@@ -9,6 +9,9 @@
 - The wheel contains all files of the package.
 
 Prints the tools' reports of problems, and exits with status 1 if there are any.
+
+``python tools/wheels.py try`` runs tests of the installed wheel: of operators, the layer, several
+ranks and torch.compile. They need only the dependency group wheel-test.
 """
 
 import re
@@ -19,6 +22,13 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+TRIED = (
+    "operators/test_ops.py",
+    "layer/test_functional.py",
+    "ranks/test_multi_rank.py",
+    "compile/test_compile.py",
+)
+LEFT_OUT = "not whole_models"  # they need torchvision
 RELATIVE = re.compile(r'(?:\]\(|^\[[^\]]+\]: |href="|src=")(?!https:)([^)"\s]+)', re.MULTILINE)
 
 
@@ -81,9 +91,8 @@ def problems(wheel: Path) -> list[str]:
     return found
 
 
-def main() -> None:
-    """Check the wheels on the command line."""
-    wheels = [Path(argument) for argument in sys.argv[1:]]
+def check(wheels: list[Path]) -> None:
+    """Check wheels; exit with the problems if there are any."""
     if not wheels:
         raise SystemExit("expected wheels to check")
     found = [problem for wheel in wheels for problem in problems(wheel)]
@@ -94,5 +103,19 @@ def main() -> None:
         print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB, for {system} and later")
 
 
+def try_installed() -> int:
+    """Run the tests in an empty folder, so that they import the installed syncbn."""
+    tests = [str(ROOT / "tests" / test) for test in TRIED]
+    command = [sys.executable, "-m", "pytest", "-k", LEFT_OUT, *tests]
+    with tempfile.TemporaryDirectory() as folder:
+        return subprocess.run(command, cwd=folder).returncode
+
+
 if __name__ == "__main__":
-    main()
+    match sys.argv[1:]:
+        case ["check", *names]:
+            check([Path(name) for name in names])
+        case ["try"]:
+            sys.exit(try_installed())
+        case arguments:
+            sys.exit(f"expected check WHEELS... or try, but got {' '.join(arguments) or 'nothing'}")

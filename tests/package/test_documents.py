@@ -1,7 +1,9 @@
-"""The table of what works is generated, of the tests that there are."""
+"""The generated tables of documents, of what is tested and of what works."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -9,13 +11,50 @@ import pytest
 import torch
 from support.paths import ROOT
 
-from tools import works
-from tools.generated_block import replace_block
+from tools import documents
 
 pytestmark = pytest.mark.any_torch
 
 TESTS = ROOT / "tests"
 VERSION = torch.__version__.split("+")[0]
+DOCUMENT = "before\n<!-- sums -->\nold\n<!-- end of sums -->\nafter\n"
+
+
+def test_block_is_replaced_and_nothing_else():
+    expected = "before\n<!-- sums -->\nnew\n<!-- end of sums -->\nafter\n"
+    assert documents.replace_block(DOCUMENT, "sums", "new\n") == expected
+
+
+@pytest.mark.parametrize("marker", ["<!-- sums -->\n", "<!-- end of sums -->\n"])
+def test_missing_marker_is_an_error(marker):
+    with pytest.raises(ValueError, match="expected the lines '<!-- sums -->"):
+        documents.replace_block(DOCUMENT.replace(marker, ""), "sums", "new\n")
+
+
+@pytest.mark.parametrize(("document", "block"), documents.BLOCKS)
+def test_table_is_the_generated_one(document, block):
+    text = (documents.DOCS / document).read_text()
+    generated = documents.BLOCKS[document, block]()
+    assert documents.replace_block(text, block, generated) == text, (
+        "run `python -m tools.documents`"
+    )
+
+
+TROUBLES = documents.find_troubles(TESTS)
+
+
+def test_every_trouble_is_in_a_table():
+    text = (documents.DOCS / "troubleshooting.md").read_text()
+    assert len(TROUBLES) > 15
+    for trouble in TROUBLES:
+        assert trouble.symptom in text, trouble.path
+
+
+@pytest.mark.parametrize("trouble", TROUBLES, ids=lambda trouble: trouble.symptom[:30])
+def test_quoted_message_is_in_the_file_of_its_test(trouble):
+    text = ast.unparse(ast.parse(trouble.path.read_text()))
+    for words in re.findall("“(.*?)”", trouble.symptom):
+        assert text.count(words) > 1, words  # in the mark, and in the test
 
 
 def record(folder, *arguments, **options):
@@ -26,17 +65,11 @@ def record(folder, *arguments, **options):
     return json.loads((folder / f"{VERSION}.json").read_text())
 
 
-def test_table_is_the_generated_one():
-    document = (works.DOCS / "pytorch2.md").read_text()
-    text = works.table(works.read(works.DOCS / "works"))
-    assert replace_block(document, works.BLOCK, text) == document
-
-
 def test_recordings_are_of_the_tests_that_are_marked(tmp_path):
     collected = record(tmp_path, "--collect-only", "-m", "works", cwd=TESTS.parent)
-    expected = works.marked(collected["rows"])
-    for recording in works.read(works.DOCS / "works"):
-        assert works.marked(recording["rows"]) == expected, "run `make works`"
+    expected = documents.marked(collected["rows"])
+    for recording in documents.read_recordings(documents.DOCS / "works"):
+        assert documents.marked(recording["rows"]) == expected, "run `make works`"
 
 
 SAMPLE = """
@@ -108,7 +141,7 @@ def test_outcomes_are_counted(sample):
 
 def test_table_says_what_became_of_the_tests(sample):
     other = {**sample, "torch": "9.10.0"}
-    head, _, *rows = [line.split(" | ") for line in works.table([sample, other]).splitlines()]
+    head, _, *rows = [line.split(" | ") for line in documents.works([sample, other]).splitlines()]
     assert head == ["| what", f"torch {VERSION}", "torch 9.10.0", "tests |"]
     rows = {row[0].removeprefix("| "): row[1:] for row in rows if len(row) == len(head)}
     assert {text: cells[0] for text, cells in rows.items()} == {
@@ -127,13 +160,13 @@ def test_table_says_what_became_of_the_tests(sample):
 def test_recordings_of_different_or_unrun_tests_are_refused(sample):
     other = {**sample, "rows": {text: sample["rows"][text] for text in ("passing", "both")}}
     with pytest.raises(ValueError, match="expected recordings of the same tests, .*'failing'"):
-        works.table([sample, other])
+        documents.works([sample, other])
     unrun = {**sample, "rows": {"passing": {"test_sample.py::test_passes": {}}}}
     with pytest.raises(ValueError, match="expected that test_sample.py::test_passes was run"):
-        works.table([unrun])
+        documents.works([unrun])
 
 
 def test_versions_are_sorted_by_number(tmp_path):
     for version in ("2.11.0", "2.9.1"):
         (tmp_path / f"{version}.json").write_text(json.dumps({"torch": version}))
-    assert [r["torch"] for r in works.read(tmp_path)] == ["2.9.1", "2.11.0"]
+    assert [r["torch"] for r in documents.read_recordings(tmp_path)] == ["2.9.1", "2.11.0"]

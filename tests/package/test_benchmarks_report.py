@@ -1,6 +1,5 @@
-"""The comparison of results, the README's table of them, and their picture."""
+"""The comparison of results, the tables of them in two documents, and their picture."""
 
-import itertools
 import re
 from dataclasses import replace
 
@@ -8,18 +7,16 @@ import pytest
 from support.benchmarking import cells, run, step_rows
 from support.paths import ROOT
 
-from benchmarks import plot, table
-from benchmarks.cases import CUDA_SUITES, SUITES, Case
-from benchmarks.compare import regressions
-from benchmarks.layer import OPERATOR_PASSES, OVERHEAD
-from benchmarks.nets import shapes_of_nets
-from benchmarks.rows import RESULTS, read, write
-from tools.generated_block import replace_block
+from benchmarks import report
+from benchmarks.cases import Case
+from benchmarks.layer import OVERHEAD
+from benchmarks.results import RESULTS, regressions, write
+from tools.documents import replace_block
 
 pytestmark = pytest.mark.any_torch
 
 COLUMNS = ["float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last"]
-DOCUMENTS = {"README.md": table.text, "benchmarks/README.md": table.page}
+DOCUMENTS = {"README.md": report.text, "benchmarks/README.md": report.page}
 EMPTY = "before\n<!-- benchmark table -->\n<!-- end of benchmark table -->\nafter\n"
 
 
@@ -104,7 +101,7 @@ def test_compare_refuses_what_cannot_be_compared(rows):
 
 
 def test_table_of_the_readme_shows_what_it_names_and_nothing_else(rows):
-    lines, below = table.text([rows]).split("\n\n")
+    lines, below = report.text([rows]).split("\n\n")
     assert cells(lines) == [
         ["input", "shape", *COLUMNS],
         ["larger than the caches", "2x3x4x5", "2.00x", "", "", "1.50x"],
@@ -125,7 +122,7 @@ def test_table_of_the_readme_shows_what_it_names_and_nothing_else(rows):
 
 
 def test_page_shows_all_cases(rows):
-    heading, above, lines, below, picture = table.page([rows]).split("\n\n")
+    heading, above, lines, below, picture = report.page([rows]).split("\n\n")
     assert heading == "## abacus" and above.startswith("Speed of a training step")
     assert cells(lines) == [
         ["case", "shape", *COLUMNS],
@@ -181,112 +178,10 @@ def test_tables_of_the_documents_are_the_generated_ones(root):
         assert (root / name).read_text() == (ROOT / name).read_text()
 
 
-@pytest.mark.parametrize("suites", [SUITES, CUDA_SUITES], ids=["cpu", "cuda"])
-def test_table_of_the_readme_has_at_most_five_lines_of_a_device(suites):
-    names = {case.net.name if case.net else case.name for case in suites["full"].cases}
-    if suites is SUITES:
-        names.add("sweep")
-    assert 3 < len([name for name in table.CASES if name in {*names, "small layer"}]) <= 5
-
-
-def texts(axes):
-    """Return the names of lines and columns, and the cells."""
-    lines = [label.get_text() for label in axes.get_yticklabels()]
-    columns = [label.get_text().replace("\n", " ") for label in axes.get_xticklabels()]
-    inside = {(text.xy[1] - 0.5, text.xy[0] - 0.5): text.get_text() for text in axes.texts}
-    return lines, columns, {(lines[int(y)], columns[int(x)]): t for (y, x), t in inside.items()}
-
-
-def test_picture_shows_all_cases_with_all_threads(rows):
-    above, below = plot.picture(rows).axes
-    memory, wide, flat = "memory  2x3x4x5", "memory wide  2x3x4x5", "2-D  4x5"
-    lines, columns, inside = texts(above)
-    assert lines == [flat, memory, wide, "sweep  many", "some net  many", "small layer  8x16x4x4"]
-    assert columns == ["float32", "bfloat16 channels_last", "float16"]
-    assert inside == {
-        ("small layer  8x16x4x4", "float32"): "0.75",
-        (flat, "float32"): "1.00",
-        (memory, "float32"): "2.00",
-        (memory, "bfloat16 channels_last"): "1.50",
-        (memory, "float16"): "9.99",
-        (wide, "float32"): "9.99",
-        ("sweep  many", "float32"): "1.50",
-        ("some net  many", "float32"): "1.50",
-    }
-    assert "times torch's BatchNorm:" in above.get_title("left")
-    _, _, inside = texts(below)
-    assert inside == {
-        (flat, "float32"): "12%",
-        (memory, "float32"): "107%",
-        (memory, "bfloat16 channels_last"): "85%",
-        (memory, "float16"): "50%",
-        (wide, "float32"): "60%",
-    }
-
-
-def full_rows(suite, on_cuda):
-    """Return made-up rows of all that a picture of the suite shows."""
-    rows = list(step_rows(OVERHEAD, 0.75, benchmark="overhead"))
-    if not on_cuda:
-        for name in ("sweep", *shapes_of_nets(1)):
-            rows += sweep_rows(name, 1.5, 1.0, 2.0)
-    for case in dict.fromkeys(case.net or case for case in suite.cases):
-        rows += step_rows(case, 1.5, 1.0)
-    if on_cuda:
-        rows += step_rows(OVERHEAD, 1.0, benchmark="launches")
-        for net in dict.fromkeys(case.net for case in suite.cases if case.net):
-            rows += step_rows(net, 1.0, benchmark="operators of a net")
-            for name in OPERATOR_PASSES:
-                rows += step_rows(net, 1.0, 0.9, benchmark="operators", quantity=name)
-    return rows
-
-
-def is_whole(figure):
-    """Whether nothing that is drawn is cut off at the edges."""
-    width, height = figure.get_size_inches()
-    figure.draw_without_rendering()
-    drawn = figure.get_tightbbox()
-    return drawn.x0 >= 0 and drawn.y0 >= 0 and drawn.x1 <= width and drawn.y1 <= height
-
-
-@pytest.mark.parametrize("on_cuda", [False, True], ids=["cpu", "cuda"])
-def test_picture_can_be_read_at_a_width_of_800_pixels(on_cuda):
-    suite = (CUDA_SUITES if on_cuda else SUITES)["full"]
-    figure = plot.picture(full_rows(suite, on_cuda))
-    width, height = figure.get_size_inches()
-    assert height * 800 / width <= 700
-    assert is_whole(figure)
-    for axes in figure.axes:
-        labels = [*axes.texts, *axes.get_xticklabels(), *axes.get_yticklabels()]
-        # A point is 1/72 inch.
-        assert all(label.get_fontsize() / 72 * 800 / width >= 9 for label in labels)
-        boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
-        assert all(a.x1 < b.x0 for a, b in itertools.pairwise(boxes))
-
-
-def test_colours_meet_at_equal_speed():
-    """Faster is blue, slower is red, and as much of either is as dark."""
-    rows = [
-        *step_rows(case("equal"), 1.0, 1.0),
-        *step_rows(case("faster"), 2.0, 1.0),
-        *step_rows(case("slower"), 0.5, 1.0),
-    ]
-    equal, faster, slower = (
-        patch.get_facecolor()[:3] for patch in plot.picture(rows).axes[0].patches
-    )
-    assert min(equal) > 0.95
-    assert faster[2] > faster[0] + 0.2 and slower[0] > slower[2] + 0.2
-
-
 def test_results_are_drawn_beside_them(results):
     result = run("plot", results)
     assert (result.returncode, result.stdout) == (0, f"{results.with_suffix('.png')}\n")
     assert results.with_suffix(".png").stat().st_size > 10_000
-
-
-@pytest.mark.parametrize("path", [*RESULTS.glob("*.csv")], ids=lambda path: path.stem)
-def test_picture_of_stored_results_is_whole(path):
-    assert is_whole(plot.picture(read(path)))
 
 
 def test_stored_results_have_their_picture_and_no_other():
