@@ -59,13 +59,14 @@ def test_core_imports_without_the_extra_rooms(tmp_path):
     assert result.returncode == 0, result.stdout
 
 
-# Underscored names of others than torch: namedtuple's method, and our own.
+# Underscored names of others than torch: namedtuple's, and our own.
 OWN_NAMES = {
     "_C",
     "_autograd",
     "_check_input_dim",  # of torch's layers, _compat.INPUT_CHECK
     "_compat",
     "_cuda",
+    "_fields",
     "_reconstruct",
     "_replace",
     "_syncbn",
