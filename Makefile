@@ -91,7 +91,7 @@ MAIN_TESTS := $(addprefix tests/,operators/test_batch_norm_*.py operators/test_o
     $(patsubst %,compile/test_%.py,failures tracers))
 test: $(if $(wildcard $(VENV)/tools.stamp),,$(VENV)/main-tests.stamp) $(VENV)/syncbn.stamp
 	@echo "The main tests take at most five minutes on two cores; make test-all runs every test"
-	$(BIN)/pytest -m "not cuda" -k "not inductor and not compiled" $(MAIN_TESTS)
+	$(BIN)/pytest -m "not cuda" -k "not inductor and not (faults and compiled)" $(MAIN_TESTS)
 
 $(VENV)/main-tests.stamp: $(TORCH_STAMP) pyproject.toml
 	$(BIN)/pip install --quiet --group wheel-test

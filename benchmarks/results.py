@@ -170,7 +170,7 @@ def regressions(old: list[Row], new: list[Row], tolerance: float) -> list[str]:
 
 
 def _where(row: Row) -> str:
-    """Return what is measured, common to its variants."""
+    """Return the key of a measurement, which all variants share."""
     inputs = (row.case, row.dtype, row.layout, row.shape)
     key = (row.benchmark, *inputs, row.threads, row.allocator, row.quantity)
     return " ".join(map(str, key))

@@ -293,7 +293,7 @@ def test_times_are_the_sums_of_what_is_assumed():
     assert seconds(stats, tiles=1, splits=16) == pytest.approx(
         one_wave + 3 * (MEMORY + 8 * STEP) / 2 + SIGNAL + 2 * L2
     )
-    # One block on one of two multiprocessors draws twice its share, which is that of both.
+    # A single block on two multiprocessors draws the share of both.
     assert seconds(stats, tiles=1) == pytest.approx(one_wave)
     assert seconds(apply) == pytest.approx(LAUNCH + MEMORY + apply.chain * L2 + 2 * copy)
 

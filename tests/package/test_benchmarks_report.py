@@ -31,7 +31,7 @@ def sweep_rows(name, mean, low, high):
 
 @pytest.fixture
 def rows():
-    """Made-up results of a CPU. Speeds of 9.99 are of what the table leaves out."""
+    """Made-up results of a CPU. The table leaves out the speeds of 9.99."""
     return [
         *step_rows(OVERHEAD, 0.75, benchmark="overhead"),
         *step_rows(OVERHEAD, 9.99, benchmark="overhead", threads=1),

@@ -1,4 +1,4 @@
-"""The generated tables of documents, of what is tested and of what works."""
+"""The generated tables: failures, troubles and features of each torch."""
 
 import ast
 import json

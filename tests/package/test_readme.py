@@ -22,7 +22,7 @@ def in_a_group(code):
 
 
 def running_means(output):
-    """Return what the program prints, by rank and layer."""
+    """Return the printed running means by rank and layer."""
     lines = re.findall(r"rank (\d), (\w+): tensor\(\[(.*?), (.*?)\]\)", output)
     return {(int(rank), layer): (float(a), float(b)) for rank, layer, a, b in lines}
 

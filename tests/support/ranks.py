@@ -7,7 +7,7 @@ case that hangs fails within a minute with each rank's stack; processes never ou
 They start at once, as forks of a process that has imported torch and done nothing else. On CUDA,
 and with an environment of their own, which torch reads as it is imported, they start from nothing.
 
-On "plain" the default device is that of plain_device.py. On CUDA a function finds its GPU as the
+On "plain" the default device is the one of plain_device.py. On CUDA a function finds its GPU as the
 default device. Ranks share GPUs where there are fewer, over NCCL as well: good for whether it
 works, useless for how fast.
 """
