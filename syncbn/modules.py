@@ -360,12 +360,12 @@ class SyncBatchNorm(BatchNormBase):
         mask: Tensor | None = None,
     ) -> Tensor:
         """Do as :meth:`forward`, with an activation in the place of the layer's own."""
-        state = self._syncbn
+        state, training = self._syncbn, self.training
         layer: Layer = self
         if isinstance(input, torch.fx.Proxy):
             layer = state.identity.name
         elif (
-            self.training
+            training
             and not state.fits_graph
             and torch.compiler.is_compiling()
             and not _compat.is_exporting()
@@ -374,10 +374,11 @@ class SyncBatchNorm(BatchNormBase):
                 self, input, residual, activation, negative_slope, mask
             )
         weight, bias, running_mean, running_var, counter = _compat.vectors_of(self)
-        if self.training and not self.track_running_stats:
-            running_mean = running_var = None
-        if not (self.training and self.track_running_stats):
+        if not training:
             counter = None
+        elif not self.track_running_stats:
+            running_mean = running_var = counter = None
+        momentum = self.momentum
         arguments = Arguments(
             weight,
             bias,
@@ -385,7 +386,7 @@ class SyncBatchNorm(BatchNormBase):
             running_var,
             counter,
             # Without a counter there is no cumulative average; torch then leaves the statistics.
-            0.0 if self.momentum is None and counter is None else self.momentum,
+            0.0 if momentum is None and counter is None else momentum,
             self.eps,
             self.num_features,
             residual,
@@ -394,7 +395,7 @@ class SyncBatchNorm(BatchNormBase):
             self._syncbn_dims,
             mask,
         )
-        if not self.training:
+        if not training:
             return functional.evaluate(input, arguments, layer)
         group = None if state.group is None else self.process_group
         return functional.train(input, arguments, group, layer, state.observe)

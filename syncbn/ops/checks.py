@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from syncbn import _compat
-from syncbn.ops import epilogue, fallback, tensors
+from syncbn.ops import epilogue, fallback
 from syncbn.ops.arguments import Arguments, is_number
 
 
@@ -26,7 +26,7 @@ def check_training(input: Tensor, arguments: Arguments) -> None:
     if type(input) is not Tensor:
         check_local(input)
     check_call(input, arguments)
-    if not tensors.has_operators(input.device):
+    if not input.is_cpu:
         fallback.check_device(input.device)
     momentum = arguments.momentum
     if type(momentum) is float and -math.inf < momentum < math.inf:
@@ -46,14 +46,15 @@ def check_call(input: Tensor, arguments: Arguments) -> None:
     if type(input) is not Tensor:
         check_objects(input, arguments)
     dims, num_features = arguments.dims, arguments.num_features
-    number = input.dim()
+    shape = input.shape
+    number = len(shape)
     if number < 2 or (dims is not None and number not in dims):
         expected = "at least 2D" if dims is None else " or ".join(f"{dim}D" for dim in dims)
         raise ValueError(f"expected {expected} input (got {number}D input)")
-    if num_features is not None and input.size(1) not in (num_features, 0):
+    if num_features is not None and shape[1] not in (num_features, 0):
         raise ValueError(
             f"expected input to have {num_features} channels (num_features), but got "
-            f"{input.size(1)} in input of shape {list(input.shape)}"
+            f"{shape[1]} in input of shape {list(shape)}"
         )
     eps = arguments.eps
     if type(eps) is not float or not 0 <= eps < math.inf:
