@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import make_input
+from support.groups import messages_sent
 from support.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -109,14 +110,9 @@ def test_count_past_int32_and_float32():
 
 
 def message_size(rank, world_size):
-    sizes = []
-    original = dist.all_reduce
-    dist.all_reduce = lambda t, *args, **kwargs: (sizes.append(t.nbytes), original(t, **kwargs))
-    try:
+    with messages_sent() as messages:
         SyncBatchNorm(5)(torch.rand(3, 5)).sum()
-    finally:
-        dist.all_reduce = original
-    return sizes
+    return [message.nbytes for message in messages]
 
 
 def test_39358_bytes_do_not_grow_with_the_world(ranks):

@@ -1,6 +1,5 @@
 """How ranks agree on their passes: what it costs, and when they ask each other."""
 
-import contextlib
 import time
 from datetime import timedelta
 from unittest import mock
@@ -8,6 +7,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support.groups import messages_sent
 from support.ranks import Ranks
 from torch import nn
 
@@ -20,23 +20,6 @@ from syncbn.distributed.store import PassReport
 CPU = torch.device("cpu")
 
 
-@contextlib.contextmanager
-def sizes_sent():
-    """The sizes of the messages of this rank."""
-    sizes = []
-    original = dist.all_reduce
-
-    def recorded(tensor, *args, **kwargs):
-        sizes.append(tensor.numel())
-        return original(tensor, *args, **kwargs)
-
-    dist.all_reduce = recorded
-    try:
-        yield sizes
-    finally:
-        dist.all_reduce = original
-
-
 def step(*layers):
     """One training step through layers of any number of channels."""
     total = sum(layer(torch.rand(4, layer.num_features).requires_grad_()).sum() for layer in layers)
@@ -47,10 +30,10 @@ def change_together(rank, world_size, late):
     a, b, c = SyncBatchNorm(3), SyncBatchNorm(4), SyncBatchNorm(5)
     sent = []
     for layers in [(a, b), (a, b), (a, c), (a, c), (a, b), (a, c)]:
-        with sizes_sent() as sizes:
+        with messages_sent() as messages:
             b_or_c = layers[1]
             step(layers[0], *([Late()] if late and rank == 1 and b_or_c is c else []), b_or_c)
-        sent.append(sizes)
+        sent.append([message.numel() for message in messages])
     return sent
 
 
@@ -228,10 +211,10 @@ def expect_different_sizes(rank, world_size):
     group, layer, other = dist.group.WORLD, SyncBatchNorm(3), SyncBatchNorm(4)
     state = group_state(group)
     state.record(layer._syncbn.identity, "forward").add_size(10 + 2 * rank)
-    with sizes_sent() as sizes:
+    with messages_sent() as messages:
         layer(torch.rand(2, 3))
         other(torch.rand(2, 4))
-    return sizes
+    return [message.numel() for message in messages]
 
 
 def test_ranks_that_expect_different_sizes_expect_nothing(two_ranks):
@@ -239,10 +222,10 @@ def test_ranks_that_expect_different_sizes_expect_nothing(two_ranks):
 
 
 def call_the_function(rank, world_size):
-    with sizes_sent() as sizes:
+    with messages_sent() as messages:
         for channels in (3, 3, 4, 3, 4, 5):
             sync_batch_norm(torch.rand(2, channels), None, None, training=True)
-    return sizes
+    return [message.numel() for message in messages]
 
 
 def test_calls_of_the_function_expect_nothing(two_ranks):
@@ -273,9 +256,9 @@ def go_on_after_a_failure(rank, world_size):
     step(*layers)
     with pytest.raises(ValueError, match="expected the same channels"):
         step(*layers) if rank == 0 else step(layers[1])
-    with sizes_sent() as sizes:
+    with messages_sent() as messages:
         step(*layers)
-    return sizes, layers[0].running_mean
+    return [message.numel() for message in messages], layers[0].running_mean
 
 
 def test_ranks_go_on_together_after_a_disagreement(two_ranks):
@@ -290,9 +273,9 @@ def make_a_mistake_twice(rank, world_size):
     for _ in range(2):
         with pytest.raises((ValueError, RuntimeError), match="same channels|aborted"):
             step(a, c if rank == 1 else b)
-    with sizes_sent() as sizes:
+    with messages_sent() as messages:
         step(a, b)
-    return sizes
+    return [message.numel() for message in messages]
 
 
 def test_a_mistake_is_not_learned():
@@ -307,10 +290,10 @@ def train_with_another_past(rank, world_size):
         step(a, second)
     if rank == 1:
         a = SyncBatchNorm(3)
-    with sizes_sent() as sizes:
+    with messages_sent() as messages:
         for second in (b, b, c):
             step(a, second)
-    return sizes
+    return [message.numel() for message in messages]
 
 
 def test_ranks_of_different_pasts_fit_together():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import make_input
-from support.groups import make_by_hand
+from support.groups import make_by_hand, messages_sent
 from support.ranks import Failure, Ranks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -42,24 +42,14 @@ class Count:
 
 
 def count_calls(rank, world_size, shape, training=True):
-    sizes = []
-    original = dist.all_reduce
-
-    def recorded(tensor, *args, **kwargs):
-        sizes.append((tensor.numel(), tensor.dtype))
-        return original(tensor, *args, **kwargs)
-
     layer = SyncBatchNorm(shape[1]).train(training)
     x = make_input(shape, "contiguous", torch.bfloat16, seed=rank).requires_grad_()
-    dist.all_reduce = recorded
-    try:
+    with messages_sent() as messages:
         with Count() as forward:
             y = layer(x)
         with Count() as backward:
             y.sum().backward()
-    finally:
-        dist.all_reduce = original
-    return forward.calls, backward.calls, sizes
+    return forward.calls, backward.calls, [(m.numel(), m.dtype) for m in messages]
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (5, 3, 8, 9), (0, 3, 4, 4), (4, 300, 2, 2)])
@@ -265,10 +255,11 @@ import tracemalloc
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from syncbn import SyncBatchNorm
+from syncbn.distributed import collectives
 
 sizes = []
-original = dist.all_reduce
-dist.all_reduce = lambda message, **options: (sizes.append(message.numel()), original(message))
+add_up = collectives.add_up
+collectives.add_up = lambda message, group: (sizes.append(message.numel()), add_up(message, group))
 dist.init_process_group("fake", rank=0, world_size={world_size}, store=FakeStore())
 layers = torch.nn.Sequential(SyncBatchNorm(3), torch.nn.Linear(3, 5), SyncBatchNorm(5))
 x = torch.rand(4, 3, requires_grad=True)

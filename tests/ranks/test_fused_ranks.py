@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.cases import assert_normalized_close, make_input, to_layout
 from support.fusing import ACTIVATIONS, make_operands, run_separately
+from support.groups import messages_sent
 from support.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,21 +27,13 @@ def run_fused(rank, world_size, activation, with_residual, dtype, layout, split)
         SHAPE[1], dtype=whole.weight.dtype, activation=activation, negative_slope=0.25
     )
     layer.weight, layer.bias = nn.Parameter(whole.weight), nn.Parameter(whole.bias)
-    sizes = []
-    all_reduce = dist.all_reduce
-
-    def count(tensor, *args, **kwargs):
-        sizes.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = count
-    try:
+    with messages_sent() as messages:
         y = layer(x, None if residual is None else residual.requires_grad_())
         y.backward(dy)
-    finally:
-        dist.all_reduce = all_reduce
     # As many as without: one each way, or none in a process alone.
-    assert sizes == ([] if world_size == 1 else [2 * SHAPE[1] + 4] * 2)
+    assert [message.numel() for message in messages] == (
+        [] if world_size == 1 else [2 * SHAPE[1] + 4] * 2
+    )
     results = [y, x.grad, layer.weight.grad, layer.bias.grad]
     return [t.detach() for t in ([*results, residual.grad] if with_residual else results)]
 
@@ -130,18 +122,9 @@ def train_share(rank, world_size, split):
     model = fuse_activations(convert_sync_batchnorm(make_model()))
     assert [type(m).__name__ for m in model[:2]] == ["FusedResidual"] * 2
     x = make_input(SHAPE, "contiguous", torch.float64).split(split)[rank]
-    sizes = []
-    all_reduce = dist.all_reduce
-
-    def count(tensor, *args, **kwargs):
-        sizes.append(tensor.numel())
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = count
-    try:
+    with messages_sent() as messages:
         results = train_model(DistributedDataParallel(model), x)
-    finally:
-        dist.all_reduce = all_reduce
+    sizes = [message.numel() for message in messages]
     assert sizes == [2 * SHAPE[1] + 4] * 14  # as many as without: one each way for each of 7 layers
     gradients = [world_size * p.grad for p in model.parameters()]  # DDP averages
     return *results, [*gradients, *model.buffers()]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.cases import DTYPES, assert_normalized_close, make_mask, to_layout
 from support.fusing import FUSED, make_operands, run_separately
+from support.groups import messages_sent
 from support.ranks import Ranks
 from torch import nn
 
@@ -59,22 +59,14 @@ def run_masked(rank, world_size, activation, with_residual, dtype, layout, split
         SHAPE[1], dtype=whole.weight.dtype, activation=activation, negative_slope=0.25
     )
     layer.weight, layer.bias = nn.Parameter(whole.weight), nn.Parameter(whole.bias)
-    sizes = []
-    all_reduce = dist.all_reduce
-
-    def count(tensor, *args, **kwargs):
-        sizes.append(tensor.nbytes)
-        return all_reduce(tensor, *args, **kwargs)
-
     given = None if kind == "ranks without a mask" and rank < world_size - 1 else mask
-    dist.all_reduce = count
-    try:
+    with messages_sent() as messages:
         y = layer(x, None if residual is None else residual.requires_grad_(), mask=given)
         y.backward(dy)
-    finally:
-        dist.all_reduce = all_reduce
     # As many and as large as without a mask: one each way, or none in a process alone.
-    assert sizes == ([] if world_size == 1 else [8 * (2 * SHAPE[1] + 4)] * 2)
+    assert [message.nbytes for message in messages] == (
+        [] if world_size == 1 else [8 * (2 * SHAPE[1] + 4)] * 2
+    )
     places = [y, x.grad, *([residual.grad] if with_residual else [])]
     for tensor in places:
         assert not tensor.movedim(1, -1)[~mask].any()

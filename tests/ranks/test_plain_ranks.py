@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from support import plain_device
 from support.cases import make_input
+from support.groups import messages_sent
 from support.ranks import COLLECTIVE_SECONDS, Failure, Ranks
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,24 +49,14 @@ def whole_batch(dtype):
 
 
 def train_masked(rank, world_size, activation):
-    sent = []
-    original = dist.all_reduce
-
-    def recorded(tensor, **kwargs):
-        sent.append(tensor.requires_grad)
-        return original(tensor, **kwargs)
-
-    dist.all_reduce = recorded
-    try:
+    with messages_sent() as messages:
         x = torch.rand(4, CHANNELS, 7, device="plain", requires_grad=True)
         mask = torch.arange(7, device="plain").expand(4, 7) < 5
         layer = SyncBatchNorm(CHANNELS, activation=activation).to("plain")
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "c10d::|.*autograd kernel")
             layer(x, mask=mask).square().sum().backward()
-    finally:
-        dist.all_reduce = original
-    return sent
+    return [message.requires_grad for message in messages]
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -78,28 +68,18 @@ def test_messages_of_masked_passes_record_no_gradients(pair, activation):
 
 def train_on_device(rank, world_size, dtype, split, activation=None, create_graph=False):
     """Return results on the CPU, and the bytes and the device of each all-reduce."""
-    calls = []
-    original = dist.all_reduce
-
-    def all_reduce(tensor, *args, **kwargs):
-        calls.append((tensor.numel() * tensor.itemsize, tensor.device.type))
-        return original(tensor, *args, **kwargs)
-
     x, dy = (t.split(split)[rank].to("plain") for t in whole_batch(dtype))
     x.requires_grad_()
     layer = SyncBatchNorm(CHANNELS, activation=activation)
-    dist.all_reduce = all_reduce
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that the device has no operators
-            y = layer(x)
-            if create_graph:
-                (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
-                dx.square().sum().backward()
-            else:
-                y.backward(dy)
-    finally:
-        dist.all_reduce = original
+    with messages_sent() as messages, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the device has no operators
+        y = layer(x)
+        if create_graph:
+            (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
+            dx.square().sum().backward()
+        else:
+            y.backward(dy)
+    calls = [(message.nbytes, message.device.type) for message in messages]
     results = (y.detach(), x.grad, layer.weight.grad, layer.bias.grad, *layer.buffers())
     return [None if t is None else t.cpu() for t in results], calls
 

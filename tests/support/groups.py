@@ -1,7 +1,30 @@
-"""Process groups that torch.distributed.new_group has not made."""
+"""Process groups that torch.distributed.new_group has not made, and what a rank sends in any."""
+
+import contextlib
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from syncbn.distributed import collectives
+
+
+@contextlib.contextmanager
+def messages_sent():
+    """Collect the tensors that this rank sends in sums, those of aborted passes included."""
+    messages = []
+
+    def recorded(send):
+        return lambda message, *others, **named: (
+            messages.append(message),
+            send(message, *others, **named),
+        )[1]
+
+    with (
+        mock.patch.object(collectives, "add_up", recorded(collectives.add_up)),
+        mock.patch.object(dist, "all_reduce", recorded(dist.all_reduce)),
+    ):
+        yield messages
 
 
 def make_by_hand(path, rank, world_size):
