@@ -138,12 +138,12 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, ProcessGroup):
         checked_group(group)
-    if isinstance(group, int):
-        raise ValueError(
-            f"{_this_rank()} is not a member of this layer's process_group: "
-            "torch.distributed.new_group, or the mesh, has no group for it. Give each rank a group "
-            "that it is in, or do not run this layer on it in training mode"
-        )
+        if isinstance(group, int):
+            raise ValueError(
+                f"{_this_rank()} is not a member of this layer's process_group: "
+                "torch.distributed.new_group, or the mesh, has no group for it. Give each rank a "
+                "group that it is in, or do not run this layer on it in training mode"
+            )
     return group if group is not None and group.size() > 1 else None
 
 

@@ -399,9 +399,9 @@ class GroupState:
     def must_settle(self, size: int, device: torch.device) -> bool:
         """Whether the host must know the last sums before it sends a message of this size."""
         return (
-            self.is_asynchronous(device)
-            and size not in self.last.sizes
+            size not in self.last.sizes
             and self._totals is not None
+            and self.is_asynchronous(device)
             and not torch.cuda.is_current_stream_capturing()
         )
 

@@ -141,12 +141,12 @@ class Pass:
         record = self.record
         if record is None:
             return
-        state, device = record.state, message.device
-        if state.must_settle(message.numel(), device):
+        state, size, device = record.state, message.numel(), message.device
+        if state.must_settle(size, device):
             torch.cuda.current_stream(device).synchronize()
             _raise_earlier_failure(state)
         try:
-            other = state.enter(record, message.numel(), device)
+            other = state.enter(record, size, device)
         except (ops.PassesDifferError, ops.AbortedError) as error:
             raise self._not_switched(error, device) from None
         except (RuntimeError, ValueError) as error:
