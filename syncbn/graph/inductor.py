@@ -188,8 +188,10 @@ def _sum_over_ranks(
 def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
     """Return values [C] in ``dtype`` to be combined with ``input``, computed once per channel."""
     constants = tensors.cast(torch.stack(values), dtype)
-    torch.ops.syncbn.compiled_materialize.default(constants)
-    return tuple(tensors.per_channel(constant, input) for constant in constants.unbind())
+    # Inductor computes what as_strided views once, and not again for each element.
+    (number, channels), ones = constants.shape, (1,) * (input.dim() - 2)
+    sizes, strides = (number, 1, channels, *ones), (channels, channels, 1, *ones)
+    return constants.as_strided(sizes, strides).unbind()
 
 
 _library = torch.library.Library("syncbn", "FRAGMENT")
@@ -360,18 +362,3 @@ def _(
     grad_weight, grad_bias = gradients
     size = sums.size(0) + (0 if group_name is None else 4)
     return sums.new_empty(size), grad_weight, grad_bias
-
-
-# No-op that claims to mutate `values`, so that Inductor materializes them once instead of
-# recomputing them per element.
-_library.define("compiled_materialize(Tensor(a!) values) -> ()")
-
-
-@torch.library.impl(_library, "compiled_materialize", "CompositeExplicitAutograd")
-def _(values: Tensor) -> None:
-    return None
-
-
-@torch.library.register_fake("syncbn::compiled_materialize")
-def _(values: Tensor) -> None:
-    return None

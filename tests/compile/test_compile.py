@@ -138,6 +138,13 @@ def test_evaluation_leaves_no_call_in_a_graph_that_torchs_layer_would_not_leave(
     torch.testing.assert_close(y, theirs(x))  # another order of float32 products
 
 
+def test_inductor_computes_the_constants_of_a_channel_once():
+    layer = torch.compile(SyncBatchNorm(5))
+    x = torch.rand(4, 5, 6, 7, requires_grad=True)
+    _, (forward, backward) = torch._inductor.utils.run_fw_bw_and_get_code(lambda: layer(x))
+    assert "empty_strided_cpu((3, 5)" in forward and "empty_strided_cpu((4, 5)" in backward
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_arithmetic_is_that_of_the_operators(dtype, layout):

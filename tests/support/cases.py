@@ -22,7 +22,6 @@ MASKED_OPS = [f"{name} masked" for name in OPS if len(name.split()) == 1]
 OPS += ["verify_sums"]
 # Those of compiled graphs, which are written in Python over the others.
 COMPILED_OPS = ["compiled_stats", "compiled_update", "compiled_backward_reduce"]
-COMPILED_OPS += ["compiled_materialize"]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -150,7 +149,6 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         ),
         "compiled_update": (totals, *running, None, 1e-5, x.dtype, None),
         "compiled_backward_reduce": (x.clone(), x, mean, var, *dtypes),
-        "compiled_materialize": (vector,),
     }[name]
 
 
