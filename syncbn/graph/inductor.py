@@ -291,7 +291,8 @@ def _(
     if _compat.is_recomputation():
         running = (None, None, None)
     try:
-        ops.check_more_than_one_value(totals, channels)
+        if group is None:  # otherwise compiled_wait has checked it
+            ops.check_more_than_one_value(totals, channels)
         _, *statistics = ops.batch_norm_apply(
             no_input, totals, None, None, *running, momentum, float(eps)
         )
