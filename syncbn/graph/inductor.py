@@ -124,7 +124,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         rounded_mean = tensors.cast(mean, dtype)
         scale, shift = formulas.normalize_constants(mean, rounded_mean, invstd, weight, bias)
         center, scale, shift = _per_channel(dtype, input, mean, scale, shift)
-        output = (tensors.cast(input, dtype) - center) * scale + shift
+        output = torch.addcmul(shift, tensors.cast(input, dtype) - center, scale)
         if mask is not None:  # a masked NaN must not reach the derivative of the epilogue
             output = masks.clear(output, mask)
         ctx.save_for_backward(input, weight, mean, invstd, count, mask)
@@ -157,8 +157,8 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
                 mean, rounded_mean, invstd, weight, sums, count
             )
             center, slope, shift, scale = _per_channel(dtype, input, mean, slope, shift, scale)
-            deviation = tensors.cast(input, dtype) - center
-            grad_input = tensors.cast(grad_output, dtype) * scale + (deviation * slope + shift)
+            grad_input = torch.addcmul(shift, tensors.cast(input, dtype) - center, slope)
+            grad_input = torch.addcmul(grad_input, tensors.cast(grad_output, dtype), scale)
             grad_input = tensors.cast(grad_input, input.dtype)
             if mask is not None:
                 grad_input = masks.clear(grad_input, mask)

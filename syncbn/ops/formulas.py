@@ -36,8 +36,9 @@ def grad_input_constants(
     """
     mean_dz, mean_dz_xhat = (sums / count.clamp(min=1)).chunk(2)
     scale = _scale(invstd, weight)
-    slope = -scale * invstd * mean_dz_xhat
-    return slope, -scale * mean_dz - (mean - center) * slope, scale
+    negative = -scale
+    slope = negative * invstd * mean_dz_xhat
+    return slope, negative * mean_dz - (mean - center) * slope, scale
 
 
 def _scale(invstd: Tensor, weight: Tensor | None) -> Tensor:
