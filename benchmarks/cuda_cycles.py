@@ -6,7 +6,7 @@ latency::
     STANDIN_CYCLES=1 STANDIN_MULTIPROCESSORS=4 CYCLES_BANDWIDTH=24 \\
         python tests/standin/run.py python -m benchmarks.cuda_cycles
 
-**It is a model.** ``tests/emulation/ptx/cycles.h`` says what it knows. It knows nothing of ptxas, of
+**It is a model.** ``tests/standin/kernels/cycles.h`` says what it knows. It knows nothing of ptxas, of
 registers, and of other multiprocessors but their share of the bandwidth.
 """
 

@@ -167,7 +167,7 @@ class Build:
         emulation = ["-std=c++17", *PTX_FLAGS, f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}"]
         objects = self.compile(translated, *emulation, "-w", *["-O0"] * MODELS_CYCLES)
         own = [EMULATION / "ptx" / "registry.cpp", STANDIN / "kernels" / "kernels.cpp"]
-        own += [EMULATION / "ptx" / "cycles.cpp"] * MODELS_CYCLES
+        own += [STANDIN / "kernels" / "cycles.cpp"] * MODELS_CYCLES
         objects += self.compile(own, *emulation)
         adapters = sorted(CUDA_SOURCES.glob("*.cpp"))
         objects += self.compile(adapters, "-std=c++20", "-O1", "-DUSE_CUDA", *TORCH_HEADERS)
@@ -195,6 +195,10 @@ class Build:
                 link.unlink()
         for name, file in links.items():
             (package / name).symlink_to(file)
+        # The current folder is not on the path: it may hold syncbn's sources.
+        benchmarks = package.parent / "benchmarks"
+        if not benchmarks.is_symlink():
+            benchmarks.symlink_to(ROOT / "benchmarks")
 
 
 def translate(text: str) -> str:

@@ -78,6 +78,7 @@ TABLE = [
     ("div.approx.f32", "T = T T", "approximate_quotient(a, b)"),
     (f"rcp.rn.{FLOATS}", "T = T", "1 / a"),
     (f"sqrt.rn.{FLOATS}", "T = T", "std::sqrt(a)"),
+    ("ex2.approx.f32", "T = T", "std::exp2(a)"),
     ("ex2.approx.ftz.f32", "T = T", "flush(std::exp2(flush(a)))"),
     (f"div.{WIDE}", "T = T T", "quotient(a, b)"),
     (f"rem.{WIDE}", "T = T T", "remainder(a, b)"),
@@ -400,9 +401,7 @@ def translate(
         UnknownPtxError: Something that this translator does not know.
     """
     kernels = [
-        kernel
-        for kernel in parse(text, kernel_type)
-        if names is None or names.search(kernel.name)
+        kernel for kernel in parse(text, kernel_type) if names is None or names.search(kernel.name)
     ]
     return "\n\n".join(
         [

@@ -1,4 +1,4 @@
-"""PTX as C++ that records each executed instruction, for the model in emulation/ptx/cycles.h."""
+"""PTX as C++ that records each executed instruction, for the model in standin/kernels/cycles.h."""
 
 import re
 
@@ -33,7 +33,7 @@ WITHOUT_RESULT = ("st", "bra", "ret", "bar", "barrier", "membar", "fence")
 class RecordedKernel(Kernel):
     """A kernel that calls ``step()`` before each instruction."""
 
-    HEADERS = (*Kernel.HEADERS, "cycles.h")
+    HEADERS = (*Kernel.HEADERS, "kernels/cycles.h")
 
     def __init__(self, *arguments) -> None:
         super().__init__(*arguments)

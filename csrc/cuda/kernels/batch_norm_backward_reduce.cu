@@ -314,7 +314,7 @@ void launch_reduction(const Plan& plan, void* stream, const void* const (&inputs
         using T = typename decltype(type)::type;
         using A = compute_t<T>;
         constexpr int kVector = vector;
-        with_formula(TypeTag<A>{}, [&](auto formula) {
+        with_formula(TypeTag<T>{}, [&](auto formula) {
           launch(backward_reduce_matrix_kernel<T, kVector, decltype(formula)>, grid, block,
                  sizeof(GradMemory<A, kVector>), static_cast<cudaStream_t>(stream), Matrix(plan),
                  make_tensors<T>(inputs, output), out, formula);
@@ -322,8 +322,7 @@ void launch_reduction(const Plan& plan, void* stream, const void* const (&inputs
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
-        using A = compute_t<T>;
-        with_formula(TypeTag<A>{}, [&](auto formula) {
+        with_formula(TypeTag<T>{}, [&](auto formula) {
           launch(backward_reduce_planar_kernel<T, vector, aligned, decltype(formula)>, grid, block,
                  sizeof(ReductionMemory<TwoSums>), static_cast<cudaStream_t>(stream),
                  Planar(plan, inputs[1]), make_tensors<T>(inputs, output), out, formula);
@@ -343,18 +342,19 @@ void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const voi
   if (epilogue.activation.kind == Activation::kNone) {
     launch_reduction(plan, stream, {grad_output, input}, nullptr, out,
                      [](auto type, const auto& function) {
-                       function(GradTerms<typename decltype(type)::type>{});
+                       function(GradTerms<compute_t<typename decltype(type)::type>>{});
                      });
   } else if (epilogue.residual != nullptr) {  // SiLU
     launch_reduction(plan, stream, {grad_output, input, epilogue.residual}, epilogue.dz, out,
                      [](auto type, const auto& function) {
-                       using A = typename decltype(type)::type;
-                       function(typename GradTermsWithEpilogue<Silu, true>::template Formula<A>{});
+                       using T = typename decltype(type)::type;
+                       using Terms = GradTermsWithEpilogue<SiluFor<T>, true>;
+                       function(typename Terms::template Formula<compute_t<T>>{});
                      });
   } else if (epilogue.output != nullptr) {  // ReLU and leaky ReLU
     launch_reduction(plan, stream, {grad_output, input, epilogue.output}, epilogue.dz, out,
                      [&](auto type, const auto& function) {
-                       using A = typename decltype(type)::type;
+                       using A = compute_t<typename decltype(type)::type>;
                        const auto activation =
                            make_piecewise_linear<A>(epilogue.activation, plan.dtype);
                        using Terms = GradTermsFromOutput<PiecewiseLinear<A>>;
@@ -363,10 +363,10 @@ void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const voi
   } else {
     launch_reduction(
         plan, stream, {grad_output, input}, nullptr, out, [&](auto type, const auto& function) {
-          using A = typename decltype(type)::type;
-          dispatch_activation<A>(epilogue.activation, plan.dtype, [&](auto activation) {
+          using T = typename decltype(type)::type;
+          dispatch_activation<T>(epilogue.activation, plan.dtype, [&](auto activation) {
             using Terms = GradTermsWithEpilogue<decltype(activation), false>;
-            function(typename Terms::template Formula<A>{{}, {}, {}, activation});
+            function(typename Terms::template Formula<compute_t<T>>{{}, {}, {}, activation});
           });
         });
   }

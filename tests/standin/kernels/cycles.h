@@ -1,9 +1,10 @@
 // A model of a GPU's time: the instructions that the blocks of one multiprocessor execute, by
-// their latencies. Kernels that tests/support/ptx_cycles.py translates call step() for each of them.
+// their latencies. Kernels that tests/support/ptx_cycles.py translates call step() for each of
+// them.
 //
 // A multiprocessor has four schedulers. Each issues, in each cycle, the next instruction of one of
-// its warps, in program order, as soon as the instruction's registers are ready. Loads and stores of
-// tensors share the multiprocessor's part of the memory's bandwidth; sectors that the launch has
+// its warps, in program order, as soon as the instruction's registers are ready. Loads and stores
+// of tensors share the multiprocessor's part of the memory's bandwidth; sectors that the launch has
 // already accessed come from the L2 cache. A warp takes the path of its longest lane.
 //
 // CYCLES_BANDWIDTH  bytes of a multiprocessor in a cycle (24)
@@ -12,7 +13,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "registry.h"
+#include "ptx/registry.h"
 
 namespace syncbn::emulation::ptx {
 

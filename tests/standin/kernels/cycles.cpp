@@ -172,7 +172,7 @@ struct Warp {
 
 struct RunningBlock {
   std::vector<Warp> warps;
-  double last_load = 0;      // before the first barrier: of the tensors
+  double last_load = 0;  // before the first barrier: of the tensors
   bool has_synced = false;
   bool has_signaled = false;  // what it reads now, other blocks have written
 
@@ -324,8 +324,7 @@ class Recorder : public LaunchObserver {
   }
 
   void begin_thread() override {
-    const int64_t block =
-        (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
+    const int64_t block = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
     if (block != block_) {
       finish_block();
       block_ = block;
