@@ -58,20 +58,29 @@ struct NoActivation {
   }
 };
 
+struct Sigmoid {
+  template <typename V>
+  SYNCBN_HOST_DEVICE SYNCBN_INLINE V operator()(const V& z) const {
+    return sigmoid(z);
+  }
+};
+
 // z * sigmoid(z). Elfwing, Uchibe and Doya, "Sigmoid-weighted linear units" (2018).
-struct Silu {
+template <typename Function>
+struct SiluOf {
   static constexpr bool kIsLong = true;  // too many instructions to unroll a loop
 
   template <typename V>
   SYNCBN_HOST_DEVICE SYNCBN_INLINE V value(const V& z) const {
-    return z * sigmoid(z);
+    return z * Function()(z);
   }
   // sigmoid(z) * (1 + z * (1 - sigmoid(z)))
   template <typename V>
   SYNCBN_HOST_DEVICE SYNCBN_INLINE V gradient(const V& dy, const V& z) const {
-    const V s = sigmoid(z);
+    const V s = Function()(z);
     return dy * (s + s * (z - z * s));
   }
 };
+using Silu = SiluOf<Sigmoid>;
 
 }  // namespace syncbn

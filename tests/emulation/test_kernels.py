@@ -241,6 +241,39 @@ def test_cases_reach_every_kernel(library):
     assert reached == expected
 
 
+DECISIONS = {
+    "a channel is split over blocks": (
+        ((32, 64, 56, 56), "contiguous", torch.bfloat16),
+        {"matrix": 0, "vector": 8, "block_x": 256, "tiles": 64, "splits": 4},
+    ),
+    "several channels in a block": (
+        ((64, 1024, 14, 14), "contiguous", torch.float32),
+        {"block_x": 64, "block_y": 4, "tiles": 256, "splits": 1},
+    ),
+    "tiny planes are columns": (((256, 64, 2, 2), "contiguous", torch.float32), {"matrix": 1}),
+    "small planes of whole vectors are not": (
+        ((256, 64, 4, 4), "contiguous", torch.float32),
+        {"matrix": 0, "aligned": 1},
+    ),
+    "wide tiles where rows are few": (
+        ((1, 16384, 3, 3), "contiguous", torch.float32),
+        {"matrix": 1, "block_x": 72, "tiles": 512},
+    ),
+    "rows fill the blocks of a wave": (
+        ((32, 64, 56, 56), "channels_last", torch.float32),
+        {"matrix": 1, "vector": 4, "tiles": 2, "splits": 132},
+    ),
+}
+
+
+@pytest.mark.parametrize(("tensor", "expected"), DECISIONS.values(), ids=DECISIONS)
+def test_decisions_of_the_plan(library, tensor, expected):
+    shape, layout, dtype = tensor
+    x = to_layout(torch.empty(shape, dtype=dtype), layout)
+    plan = Device(library, 132, "forward").plan(x)
+    assert {name: plan[name] for name in expected} == expected
+
+
 @pytest.mark.parametrize(
     "shape",
     [(2**33, 3), (2**22, 4096), (1, 2**32), (64, 3, 2**13, 2**13), (2**31 + 5, 1), (7, 2**24, 9)],

@@ -18,6 +18,7 @@ from support.cases import reference_moments
 from support.paths import ROOT
 
 EMULATION = ROOT / "tests" / "emulation"
+STANDIN = ROOT / "tests" / "standin"
 KERNELS = ROOT / "csrc" / "cuda" / "kernels"
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # nvcc knows unroll
@@ -77,11 +78,12 @@ def build(folder: Path) -> ctypes.CDLL:
 PTX_FLAGS = ["-O1", "-fwrapv", "-ffp-contract=off", *OWN_VARIABLES]
 
 
-def link_ptx(folder: Path, translated: Path) -> ctypes.CDLL:
-    """Compile and load translated PTX and its run-time functions."""
+def link_ptx(folder: Path, *sources: Path) -> ctypes.CDLL:
+    """Compile and load translated PTX, its run-time functions, and other files."""
     library = folder / "kernels.so"
-    includes = [f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}", f"-I{ROOT / 'csrc'}"]
-    sources = [translated, EMULATION / "ptx" / "registry.cpp"]
+    folders = [EMULATION, EMULATION / "ptx", ROOT / "csrc", STANDIN]
+    includes = [f"-I{path}" for path in folders]
+    sources = (*sources, EMULATION / "ptx" / "registry.cpp")
     # Translated code has unused names.
     compile_cxx(*PTX_FLAGS, *includes, "-shared", *sources, "-o", library, warnings=[])
     return ctypes.CDLL(str(library))

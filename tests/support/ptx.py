@@ -78,6 +78,7 @@ TABLE = [
     ("div.approx.f32", "T = T T", "approximate_quotient(a, b)"),
     (f"rcp.rn.{FLOATS}", "T = T", "1 / a"),
     (f"sqrt.rn.{FLOATS}", "T = T", "std::sqrt(a)"),
+    ("ex2.approx.f32", "T = T", "std::exp2(a)"),
     ("ex2.approx.ftz.f32", "T = T", "flush(std::exp2(flush(a)))"),
     (f"div.{WIDE}", "T = T T", "quotient(a, b)"),
     (f"rem.{WIDE}", "T = T T", "remainder(a, b)"),
@@ -159,6 +160,8 @@ class Parameter(NamedTuple):
 
 class Kernel:
     """An ``.entry`` of PTX, translated."""
+
+    HEADERS = ("instructions.h", "memory.h", "registry.h")
 
     def __init__(self, name: str, parameters: str, directives: str, shared: set[str]) -> None:
         self.name = name
@@ -249,6 +252,8 @@ class Kernel:
             statement = "return;"
         elif opcode in ("bar.sync", "barrier.sync") and operands == ["0"]:
             statement = "barrier();"
+        elif opcode in ("shfl.sync.bfly.b32", "shfl.sync.down.b32", "shfl.sync.idx.b32"):
+            statement = self._shuffle(opcode.split(".")[2], operands)
         elif opcode in ("membar.gl", "fence.acq_rel.gpu"):
             statement = "fence();"
         elif opcode in ("atom.global.inc.u32", "atom.relaxed.gpu.global.inc.u32"):
@@ -286,6 +291,14 @@ class Kernel:
         coherence = "_noncoherent" if cache == ".nc" else ""
         return f"{{ const auto v = load{coherence}_{function}({address}); {' '.join(puts)} }}"
 
+    def _shuffle(self, mode: str, operands: list[str]) -> str | None:
+        results, *inputs = operands
+        if "|" not in results or len(inputs) != 4:
+            return None
+        value, valid = (self.register(name) for name in results.split("|"))
+        values = ", ".join(self.operand(name, "u32") for name in inputs)
+        return f"{{ const auto s = shuffle_{mode}({values}); put({value}, s.bits); {valid} = s.valid; }}"
+
     def _halves(self, opcode: str, operands: list[str]) -> str | None:
         """Return the statement of a move between a register and two of half its width."""
         kinds = {"mov.b32": ("u32", "u16", 16), "mov.b64": ("u64", "u32", 32)}
@@ -303,6 +316,11 @@ class Kernel:
 
     def cxx(self, function: str) -> str:
         return "\n".join([f"void {function}(const unsigned char* parameters) {{", *self.lines, "}"])
+
+    def registration(self, function: str) -> str:
+        sizes = ", ".join(f"{{{p.offset}, {p.num_bytes}}}" for p in self.parameters.values())
+        kernel = f'{{"{self.name}", {function}, {{{sizes}}}, {self.max_threads}}}'
+        return f"const Registration registration_of_{function}({kernel});"
 
 
 def cxx_name(register: str) -> str:
@@ -322,14 +340,14 @@ def split_operands(text: str) -> list[str]:
     return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|[^,{])+", text)]
 
 
-def parse(text: str) -> list[Kernel]:
+def parse(text: str, kernel_type: type[Kernel] = Kernel) -> list[Kernel]:
     """Return the kernels of a PTX file."""
     text = re.sub(r"//[^\n]*", "", text)
     shared = set(re.findall(r"\.extern \.shared [^;]*?(\w+)\[\];", text))
     entry = r"\.entry\s+(\w+)\s*\(([^)]*)\)([^{]*)\{(.*?)\n\}"
     kernels = []
     for name, parameters, directives, body in re.findall(entry, text, re.DOTALL):
-        kernel = Kernel(name, parameters, directives, shared)
+        kernel = kernel_type(name, parameters, directives, shared)
         parse_body(kernel, body)
         kernels.append(kernel)
     if len(kernels) != len(re.findall(r"\.entry\b", text)) or ".func" in text:
@@ -372,27 +390,25 @@ def parse_statement(kernel: Kernel, statement: str) -> None:
     kernel.add_instruction(guard, opcode, split_operands(operands or ""))
 
 
-def translate(text: str) -> str:
+def translate(
+    text: str, kernel_type: type[Kernel] = Kernel, names: re.Pattern[str] | None = None
+) -> str:
     """Return a C++ file with the kernels of a PTX file, which registers them by their names.
+
+    ``names`` finds something in the names of the wanted kernels.
 
     Raises:
         UnknownPtxError: Something that this translator does not know.
     """
-    kernels = parse(text)
-    functions = [kernel.cxx(f"kernel_{i}") for i, kernel in enumerate(kernels)]
-    registrations = []
-    for i, kernel in enumerate(kernels):
-        sizes = ", ".join(f"{{{p.offset}, {p.num_bytes}}}" for p in kernel.parameters.values())
-        registrations.append(
-            f'const Registration registration_{i}("{kernel.name}", '
-            f"{{kernel_{i}, {{{sizes}}}, {kernel.max_threads}}});"
-        )
+    kernels = [
+        kernel for kernel in parse(text, kernel_type) if names is None or names.search(kernel.name)
+    ]
     return "\n\n".join(
         [
-            '#include "instructions.h"\n#include "memory.h"\n#include "registry.h"',
+            "\n".join(f'#include "{header}"' for header in kernel_type.HEADERS),
             "namespace syncbn::emulation::ptx {\nnamespace {",
-            *functions,
-            "\n".join(registrations),
+            *(kernel.cxx(f"kernel_{i}") for i, kernel in enumerate(kernels)),
+            *(kernel.registration(f"kernel_{i}") for i, kernel in enumerate(kernels)),
             "}  // namespace\n}  // namespace syncbn::emulation::ptx\n",
         ]
     )

@@ -38,13 +38,28 @@ PiecewiseLinear<A> make_piecewise_linear(const ActivationChoice& choice, DType d
           static_cast<A>(is_relu ? NAN : -INFINITY), is_relu};
 }
 
-// Calls function(activation): the activation computes in A, for tensors of the dtype.
-template <typename A, typename Function>
+// In a third fewer instructions. The relative error grows with |z| to about 1e-5, which the
+// rounding to 16 bits hides.
+struct ApproximateSigmoid {
+  __device__ __forceinline__ float operator()(float z) const {
+#if defined(__CUDA_ARCH__)
+    return __fdividef(1, 1 + __expf(-z));
+#else
+    return sigmoid(z);
+#endif
+  }
+};
+
+template <typename T>
+using SiluFor = std::conditional_t<sizeof(T) == 2, SiluOf<ApproximateSigmoid>, Silu>;
+
+// Calls function(activation): the activation is for tensors of T.
+template <typename T, typename Function>
 void dispatch_activation(const ActivationChoice& choice, DType dtype, const Function& function) {
   if (choice.kind == Activation::kSilu) {
-    function(Silu{});
+    function(SiluFor<T>{});
   } else {
-    function(make_piecewise_linear<A>(choice, dtype));
+    function(make_piecewise_linear<compute_t<T>>(choice, dtype));
   }
 }
 

@@ -120,11 +120,11 @@ struct WithNormalize {
   ActivationChoice choice;
   DType dtype;
 
-  template <typename A, typename Function>
-  void operator()(TypeTag<A>, const Function& function) const {
-    dispatch_activation<A>(choice, dtype, [&](auto activation) {
+  template <typename T, typename Function>
+  void operator()(TypeTag<T>, const Function& function) const {
+    dispatch_activation<T>(choice, dtype, [&](auto activation) {
       using Then = NormalizeWithEpilogue<decltype(activation), kWithResidual>;
-      function(typename Then::template Formula<A>{{}, {}, {}, activation});
+      function(typename Then::template Formula<compute_t<T>>{{}, {}, {}, activation});
     });
   }
 };
@@ -154,7 +154,7 @@ void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
       invstd, count,    epilogue.constants};
   if (epilogue.activation.kind == Activation::kNone && epilogue.residual == nullptr) {
     launch_elementwise(plan, stream, {input}, output, prepare, [](auto type, const auto& function) {
-      function(Normalize<typename decltype(type)::type>{});
+      function(Normalize<compute_t<typename decltype(type)::type>>{});
     });
   } else if (epilogue.residual != nullptr) {
     launch_elementwise(plan, stream, {input, epilogue.residual}, output, prepare,

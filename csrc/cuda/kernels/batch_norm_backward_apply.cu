@@ -93,7 +93,7 @@ void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void
         plan, stream, {grad_output, input}, grad_input,
         PrepareGradInput<false>{mean, invstd, weight, sums, verifier, count, channels, nullptr},
         [](auto type, const auto& function) {
-          function(GradInput<typename decltype(type)::type>{});
+          function(GradInput<compute_t<typename decltype(type)::type>>{});
         });
     return;
   }
@@ -102,10 +102,10 @@ void launch_batch_norm_backward_apply(const Plan& plan, void* stream, const void
       PrepareGradInput<true>{mean, invstd, weight, sums, verifier, count, channels,
                              epilogue.constants},
       [&](auto type, const auto& function) {
-        using A = typename decltype(type)::type;
-        dispatch_activation<A>(epilogue.activation, plan.dtype, [&](auto activation) {
+        using T = typename decltype(type)::type;
+        dispatch_activation<T>(epilogue.activation, plan.dtype, [&](auto activation) {
           using EpilogueGradient = GradInputWithEpilogue<decltype(activation)>;
-          function(typename EpilogueGradient::template Formula<A>{{}, {}, activation});
+          function(typename EpilogueGradient::template Formula<compute_t<T>>{{}, {}, activation});
         });
       });
 }

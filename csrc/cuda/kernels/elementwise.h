@@ -187,7 +187,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 }
 
 // Launches a formula over a plan; `inputs` and `output` have the plan's geometry and dtype.
-// with_formula(TypeTag<A>{}, function) calls function(formula of A).
+// with_formula(TypeTag<T>{}, function) calls function(formula for tensors of T).
 template <int kInputs, typename Prepare, typename WithFormula>
 void launch_elementwise(const Plan& plan, void* stream, const void* const (&inputs)[kInputs],
                         void* output, const Prepare& prepare, const WithFormula& with_formula) {
@@ -198,7 +198,7 @@ void launch_elementwise(const Plan& plan, void* stream, const void* const (&inpu
       [&](auto type, auto vector) {
         using T = typename decltype(type)::type;
         using A = compute_t<T>;
-        with_formula(TypeTag<A>{}, [&](auto formula) {
+        with_formula(TypeTag<T>{}, [&](auto formula) {
           using Formula = decltype(formula);
           launch(elementwise_matrix_kernel<T, vector, Formula, Prepare>, grid, block,
                  sizeof(ConstantsMemory<Formula, A>), static_cast<cudaStream_t>(stream),
@@ -208,7 +208,7 @@ void launch_elementwise(const Plan& plan, void* stream, const void* const (&inpu
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
         using A = compute_t<T>;
-        with_formula(TypeTag<A>{}, [&](auto formula) {
+        with_formula(TypeTag<T>{}, [&](auto formula) {
           using Formula = decltype(formula);
           launch(elementwise_planar_kernel<T, vector, aligned, Formula, Prepare>, grid, block,
                  sizeof(ConstantsMemory<Formula, A>), static_cast<cudaStream_t>(stream),

@@ -47,8 +47,8 @@ SYNCBN_HOST_DEVICE constexpr int rows_in_flight(int vector_bytes) {
 // All kernels have the same number, so that a kernel reads the previous kernel's segments.
 constexpr int kBlocks = 2;
 
-// Pairs of partial sums in flight of a thread.
-constexpr int kPartialLoads = 8;
+// States, terms or partial sums that a thread merges at once.
+constexpr int kStates = 8;
 
 // The maximum number of a block's columns: the terms of its channels' sums.
 constexpr int kMaxTerms = 512;
@@ -71,19 +71,26 @@ struct Plan {
   int64_t splits;   // gridDim.y
   int64_t segment;  // rows (matrix) or vectors (planar) of a block
 
+  // The number of threads that merge the states of one channel of a matrix, about kStates each.
+  int num_readers() const {
+    const int64_t states = block_y * geometry.inner;
+    return static_cast<int>(std::min(ceil_div(states, kStates), block_x * block_y / tile_channels));
+  }
   // Two sums for each channel and block; none if one block has all values.
   int64_t num_partials() const { return splits == 1 ? 0 : 2 * splits * geometry.channels; }
   int64_t num_counters() const { return splits == 1 ? 0 : tiles; }
 };
 
-// Returns how many of a block's threads reduce `number` sums of each of `channels` channels: a
-// power of two, large enough to have all loads in flight at once, if there are so many threads.
-SYNCBN_HOST_DEVICE inline int num_reducing_threads(int threads, int channels, int number) {
-  int reducing = 1;
-  while (kPartialLoads * reducing < number && 2 * reducing * channels <= threads) {
-    reducing *= 2;
+// The logarithm of the number of a block's threads that merge `number` terms of each of `channels`
+// channels: threads of one warp, enough to have all loads in flight at once, if complete warps have
+// so many threads.
+SYNCBN_HOST_DEVICE inline int log_mergers(int threads, int channels, int number) {
+  const int in_warps = threads / kWarp * kWarp;
+  int log = 0;
+  while (kStates << log < number && (channels << log) <= in_warps / 2 && 1 << log < kWarp) {
+    ++log;
   }
-  return reducing;
+  return log;
 }
 
 namespace detail {

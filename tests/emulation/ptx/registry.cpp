@@ -14,15 +14,15 @@ std::map<std::string, Kernel>& kernels() {
 
 }  // namespace
 
-Registration::Registration(const char* name, const Kernel& kernel) {
-  if (!kernels().emplace(name, kernel).second) {
-    throw std::logic_error(std::string("two kernels of the name ") + name);
+Registration::Registration(const Kernel& kernel) {
+  if (!kernels().emplace(kernel.name, kernel).second) {
+    throw std::logic_error("two kernels of the name " + kernel.name);
   }
 }
 
-void for_each_kernel(const std::function<void(const std::string&, const Kernel&)>& function) {
+void for_each_kernel(const std::function<void(const Kernel&)>& function) {
   for (const auto& [name, kernel] : kernels()) {
-    function(name, kernel);
+    function(kernel);
   }
 }
 
@@ -48,7 +48,18 @@ void launch(const Kernel& kernel, dim3 grid, dim3 block, size_t shared_bytes,
     std::memcpy(parameters + offset, arguments[i], num_bytes);
   }
   written.clear();
-  run_grid(grid, block, shared_bytes, [&] { kernel.function(parameters); });
+  if (observer != nullptr) {
+    observer->begin(kernel.name);
+  }
+  run_grid(grid, block, shared_bytes, [&] {
+    if (observer != nullptr) {
+      observer->begin_thread();
+    }
+    kernel.function(parameters);
+  });
+  if (observer != nullptr) {
+    observer->end();
+  }
 }
 
 }  // namespace syncbn::emulation::ptx

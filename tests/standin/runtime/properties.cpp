@@ -32,7 +32,7 @@ STANDIN_API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int 
   std::copy(std::begin(kMostBlocks), std::end(kMostBlocks), properties->maxGridSize);
   properties->totalConstMem = 65536;
   properties->major = 9;
-  properties->multiProcessorCount = 132;
+  properties->multiProcessorCount = settings().num_multiprocessors;
   properties->unifiedAddressing = properties->canMapHostMemory = 1;
   properties->concurrentKernels = 1;
   properties->pciBusID = device + 1;

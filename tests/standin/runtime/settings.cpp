@@ -60,6 +60,7 @@ Settings read_settings() {
   Settings result;
   result.num_devices = read_num_devices();
   result.device_bytes = read_number("STANDIN_MEMORY", "4294967296");
+  result.num_multiprocessors = static_cast<int>(read_number("STANDIN_MULTIPROCESSORS", "132"));
   result.streams = read_stream_mode();
   result.delay = std::chrono::milliseconds(read_number("STANDIN_DELAY_MS", "50"));
   result.skips_kernels = read_skips_kernels();
