@@ -87,7 +87,7 @@ demo: $(if $(HAS_SYNCBN),,$(VENV)/syncbn.stamp)
 MAIN_TESTS := $(addprefix tests/,operators/test_batch_norm_*.py operators/test_ops.py \
     $(patsubst %,layer/test_%.py,accuracy checkpoint checks convert functional modules reference \
         torch_defects) \
-    $(patsubst %,ranks/test_%.py,agreement collectives faults multi_rank) \
+    $(patsubst %,ranks/test_%.py,agreement alignment collectives faults multi_rank store) \
     $(patsubst %,compile/test_%.py,failures tracers))
 test: $(if $(wildcard $(VENV)/tools.stamp),,$(VENV)/main-tests.stamp) $(VENV)/syncbn.stamp
 	@echo "The main tests take at most five minutes on two cores; make test-all runs every test"
