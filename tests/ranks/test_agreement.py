@@ -96,10 +96,9 @@ def part_with_a_subclass(rank, world_size, backward):
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_ranks_part_with_inputs_of_a_tensor_subclass(backward):
+def test_ranks_part_with_inputs_of_a_tensor_subclass(backward, two_ranks):
     """Told in words, as with plain tensors, and not by gloo's end of a process."""
-    with Ranks(2) as ranks:
-        ranks.run(part_with_a_subclass, backward)
+    two_ranks.run(part_with_a_subclass, backward)
 
 
 def expect_different_sizes(rank, world_size):
@@ -135,9 +134,8 @@ def disagree(rank, world_size):
     step(*(model if rank == 0 else reversed(model)))
 
 
-def test_ranks_that_disagree_know_each_others_pass():
-    with Ranks(3, case_seconds=30) as ranks:
-        outcomes = ranks.outcomes(disagree)
+def test_ranks_that_disagree_know_each_others_pass(three_ranks):
+    outcomes = three_ranks.outcomes(disagree)
     for rank, outcome in enumerate(outcomes):
         own, other = ("0", "1") if rank == 0 else ("1", "0")
         assert outcome.kind == "RuntimeError"
@@ -174,9 +172,8 @@ def make_a_mistake_twice(rank, world_size):
     return sizes
 
 
-def test_a_mistake_is_not_learned():
-    with Ranks(3, case_seconds=30) as ranks:
-        assert ranks.run(make_a_mistake_twice) == [[10, 12, 12, 10]] * 3
+def test_a_mistake_is_not_learned(three_ranks):
+    assert three_ranks.run(make_a_mistake_twice) == [[10, 12, 12, 10]] * 3
 
 
 def train_with_another_past(rank, world_size):
@@ -192,10 +189,9 @@ def train_with_another_past(rank, world_size):
     return sizes
 
 
-def test_ranks_of_different_pasts_fit_together():
+def test_ranks_of_different_pasts_fit_together(two_ranks):
     with_b, with_c = [10, 12, 12, 10], [10, 14, 14, 10]
-    with Ranks(2, case_seconds=30) as ranks:
-        assert ranks.run(train_with_another_past) == [[*with_b, *with_b, *with_c]] * 2
+    assert two_ranks.run(train_with_another_past) == [[*with_b, *with_b, *with_c]] * 2
 
 
 def abort_after_sends(rank, world_size):
@@ -233,9 +229,8 @@ def read_the_tags_of_a_recomputation(rank, world_size):
     return True
 
 
-def test_recomputation_may_get_the_sums_of_the_forward_pass_and_no_others():
-    with Ranks(2, case_seconds=30) as ranks:
-        assert ranks.run(read_the_tags_of_a_recomputation) == [True] * 2
+def test_recomputation_may_get_the_sums_of_the_forward_pass_and_no_others(two_ranks):
+    assert two_ranks.run(read_the_tags_of_a_recomputation) == [True] * 2
 
 
 def fail_without_channels(rank, world_size, steps):
@@ -249,9 +244,8 @@ def fail_without_channels(rank, world_size, steps):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_rank_that_knows_no_size_aborts_from_what_others_send(steps):
-    with Ranks(3, case_seconds=30) as ranks:
-        outcomes = ranks.outcomes(fail_without_channels, steps)
+def test_rank_that_knows_no_size_aborts_from_what_others_send(steps, three_ranks):
+    outcomes = three_ranks.outcomes(fail_without_channels, steps)
     assert outcomes[1].kind == "TypeError" and "[rank 1 of 3]" in outcomes[1].message
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.kind == "RuntimeError"

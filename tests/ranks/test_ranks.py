@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 
 import psutil
 import pytest
@@ -28,6 +29,11 @@ def hang_on_one(rank, world_size):
             time.sleep(0.1)
 
 
+def warn_on_one(rank, world_size):
+    if rank == 1:
+        warnings.warn("the words of a warning", stacklevel=1)
+
+
 def die_on_one(rank, world_size):
     if rank == 1:
         os._exit(7)
@@ -44,8 +50,18 @@ def test_failure_names_the_rank_and_shows_its_traceback():
         ranks.run(fail_on_one)
 
 
+def test_warning_on_a_rank_is_an_error_unless_the_test_ignores_it(two_ranks):
+    with pytest.raises(RankError, match="rank 1: Traceback(?s:.*)UserWarning: the words"):
+        two_ranks.run(warn_on_one)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert two_ranks.run(warn_on_one) == [None, None]
+
+
 def test_set_is_usable_after_a_failure():
     with Ranks(2) as ranks:
+        with pytest.raises(RankError):
+            ranks.run(fail_on_one)
         ranks.outcomes(fail_on_one)
         assert ranks.run(add_ranks, 0) == [1.0, 1.0]
 
