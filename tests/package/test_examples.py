@@ -105,8 +105,7 @@ def test_notebook_prints_tables_like_the_stored_ones(tmp_path, monkeypatch, capf
     assert printed == stored and stored.count("%") == 24
 
 
-# Inductor takes minutes for this net, and its code for our layers is tested in tests/compile: all
-# but that, Dynamo and the graphs of AOTAutograd, is the same with this backend.
+# What compilers make of a graph is tested in tests/compile: Inductor takes minutes for this net.
 #
 # Each checkpoint is kept in a file of its own: that of epoch 1 is what an interruption leaves.
 LAUNCHER = """
@@ -119,7 +118,7 @@ def keep(source, target):
     replace(source, target)
 
 os.replace = keep
-torch.compile = functools.partial(torch.compile, backend="aot_eager")
+torch.compile = functools.partial(torch.compile, backend="eager")
 del sys.argv[0]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
