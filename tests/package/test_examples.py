@@ -60,6 +60,7 @@ def test_bad_start_is_a_sentence(tmp_path, command, words):
         env={**os.environ, **(one_rank if arguments else {})},
         capture_output=True,
         text=True,
+        timeout=120,  # less than a training
     )
     assert result.returncode != 0 and "Traceback" not in result.stderr
     assert words in result.stderr.splitlines()[-1]
