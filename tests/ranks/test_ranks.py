@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from support.ranks import Failure, RankError, Ranks
 
+import syncbn
+
 
 def add_ranks(rank, world_size, offset):
     total = torch.tensor(float(rank + offset))
@@ -38,6 +40,15 @@ def die_on_one(rank, world_size):
     if rank == 1:
         os._exit(7)
     return os.getpid()
+
+
+def find_package(rank, world_size):
+    return syncbn.__file__
+
+
+def test_ranks_import_what_tests_import(two_ranks):
+    """And not the folder of the sources if it has a build."""
+    assert two_ranks.run(find_package) == [syncbn.__file__] * 2
 
 
 def test_results_of_each_rank_come_back(any_world):

@@ -16,7 +16,7 @@ works, useless for how fast.
 import contextlib
 import faulthandler
 import importlib.util
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -28,6 +28,7 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported within a minute
 CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and communicators
@@ -94,7 +95,11 @@ class Ranks:
             plain_device.build()  # once, and not in the time of a case
         alike = self.device != "cuda" and not self.env
         context: Any = multiprocessing.get_context("forkserver" if alike else "spawn")
-        context.set_forkserver_preload(FORKSERVER_IMPORTS)
+        if alike:
+            context.set_forkserver_preload(FORKSERVER_IMPORTS)
+            # Else the server imports syncbn from the current folder if it was built there.
+            with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
+                multiprocessing.forkserver.ensure_running()
         store = str(Path(tempfile.mkdtemp(dir=self.folder.name)) / "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
