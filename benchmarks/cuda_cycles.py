@@ -1,13 +1,13 @@
 """A model of the CUDA kernels' time: the cycles of one multiprocessor, in bfloat16.
 
 It runs on the stand-in for CUDA, which executes the kernels' PTX and times each instruction by its
-latency::
+latency (``docs/standin.md``), with STANDIN_CYCLES=1, and STANDIN_MULTIPROCESSORS and
+CYCLES_BANDWIDTH (bytes of a multiprocessor in a cycle) of the GPU::
 
-    STANDIN_CYCLES=1 STANDIN_MULTIPROCESSORS=4 CYCLES_BANDWIDTH=24 \\
-        python tests/standin/run.py python -m benchmarks.cuda_cycles
+    python tests/standin/run.py python -m benchmarks.cuda_cycles
 
-**It is a model.** ``tests/standin/kernels/cycles.h`` says what it knows. It knows nothing of ptxas, of
-registers, and of other multiprocessors but their share of the bandwidth.
+**It is a model.** ``tests/standin/kernels/cycles.h`` says what it knows. It knows nothing of ptxas,
+of registers, and of other multiprocessors but their share of the bandwidth.
 """
 
 import argparse
@@ -40,7 +40,8 @@ def take_log() -> list[str]:
     """Return what the stand-in's runtime wrote since the last call."""
     runtime = ctypes.CDLL(None)
     runtime.standin_take_log.restype = ctypes.c_char_p
-    return runtime.standin_take_log().decode().splitlines()
+    log: bytes = runtime.standin_take_log()
+    return log.decode().splitlines()
 
 
 def model(case: Case) -> list[tuple[int, int]]:

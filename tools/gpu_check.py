@@ -21,11 +21,8 @@ ROOT = Path(__file__).parents[1]
 TAIL = 25  # last lines of a failed part's log, repeated at the end
 
 # Folders of tests that run in parallel; "others" has all other folders.
-TESTS = {
-    "ranks": ["tests/ranks"],
-    "sanitizer": ["tests/sanitizer"],
-    "others": ["tests", "--ignore=tests/ranks", "--ignore=tests/sanitizer"],
-}
+TESTS = {"ranks": ["tests/ranks"], "sanitizer": ["tests/sanitizer"]}
+TESTS["others"] = ["tests", *(f"--ignore={folder}" for (folder,) in TESTS.values())]
 
 FIND_DEVICE = """
 import torch

@@ -57,7 +57,7 @@ def message_sizes(profile, prefix):
 def all_reduces(model, x):
     """The sizes of a step's messages, in the order in which they are sent."""
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
+        activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True, acc_events=True
     ) as profile:
         step(model, x)
     carried = message_sizes(profile, "gloo:")

@@ -13,8 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 
-# torch's own: dynamo makes a Function.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+# torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 
 def compiled(model):
@@ -33,9 +36,8 @@ def fail_on_one_rank(rank, world_size):
         fast(x)
 
 
-def test_compiled_rank_hears_of_an_eager_ranks_bad_input():
-    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
-        bad, other = ranks.outcomes(fail_on_one_rank)
+def test_compiled_rank_hears_of_an_eager_ranks_bad_input(compiling_ranks):
+    bad, other = compiling_ranks.outcomes(fail_on_one_rank)
     assert bad.kind == "ValueError" and "[layer " in bad.message
     assert other.kind == "RuntimeError"
     assert "another rank of the process group aborted this forward pass" in other.message
@@ -58,9 +60,8 @@ def fail_in_one_graph(rank, world_size, bad):
 
 
 @pytest.mark.parametrize("bad", ["at first", "later"])
-def test_bad_input_to_one_compiled_rank_fails_all_in_words(bad):
-    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
-        other, failed = ranks.outcomes(fail_in_one_graph, bad)
+def test_bad_input_to_one_compiled_rank_fails_all_in_words(compiling_ranks, bad):
+    other, failed = compiling_ranks.outcomes(fail_in_one_graph, bad)
     assert failed.kind == "ValueError"
     assert "expected input to have 3 channels (num_features), but got 4" in failed.message
     assert "[layer '1', rank 1 of 2]" in failed.message
@@ -95,9 +96,8 @@ def misfit_in_one_graph(rank, world_size, name):
 
 
 @pytest.mark.parametrize("name", MISFITS)
-def test_tensor_that_does_not_fit_on_one_compiled_rank(name):
-    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
-        other, failed = ranks.outcomes(misfit_in_one_graph, name)
+def test_tensor_that_does_not_fit_on_one_compiled_rank(compiling_ranks, name):
+    other, failed = compiling_ranks.outcomes(misfit_in_one_graph, name)
     assert MISFITS[name][1] in failed.message and "[rank 1 of 2]" in failed.message
     assert failed.kind == ("TypeError" if name == "bias" else "ValueError")
     assert "another rank of the process group aborted" in other.message
@@ -108,9 +108,8 @@ def disagree_in_one_graph(rank, world_size):
     compiled(model)(torch.rand(4, 3 + rank, 5))
 
 
-def test_compiled_ranks_with_different_channels_fail_in_words():
-    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
-        outcomes = ranks.outcomes(disagree_in_one_graph)
+def test_compiled_ranks_with_different_channels_fail_in_words(compiling_ranks):
+    outcomes = compiling_ranks.outcomes(disagree_in_one_graph)
     kinds = sorted(outcome.kind for outcome in outcomes)
     assert kinds == ["RuntimeError", "ValueError"]
     text = "".join(outcome.message for outcome in outcomes)
@@ -152,10 +151,9 @@ def train_with_meta_on_one_rank(rank, world_size, on_meta):
 
 
 @pytest.mark.parametrize("on_meta", ["buffer", "input"])
-def test_tensor_on_meta(on_meta):
+def test_tensor_on_meta(compiling_ranks, on_meta):
     words = {"buffer": "running_mean to be on cpu", "input": "weight to be on meta"}
-    with Ranks(2, case_seconds=60) as ranks:
-        other, failed = ranks.outcomes(train_with_meta_on_one_rank, on_meta)
+    other, failed = compiling_ranks.outcomes(train_with_meta_on_one_rank, on_meta)
     assert (
         failed.kind == "ValueError"
         and words[on_meta] in failed.message
@@ -180,9 +178,8 @@ def train_with_other_dimensions(rank, world_size):
     compiled(model)(torch.rand(4, 3, 2) if rank == 1 else torch.rand(4, 3, 2, 2))
 
 
-def test_compiled_layer_checks_dimensions_as_the_class_that_it_comes_from():
-    with Ranks(2, case_seconds=60) as ranks:
-        other, failed = ranks.outcomes(train_with_other_dimensions)
+def test_compiled_layer_checks_dimensions_as_the_class_that_it_comes_from(compiling_ranks):
+    other, failed = compiling_ranks.outcomes(train_with_other_dimensions)
     assert failed.kind == "ValueError" and "expected 4D input (got 3D input)" in failed.message
     assert "[layer '0', rank 1 of 2]" in failed.message
     assert "another rank of the process group aborted" in other.message
@@ -229,15 +226,13 @@ def train_with_numbers_of_numpy(rank, world_size):
     return layer.running_mean.tolist()
 
 
-def test_ranks_with_a_number_that_fits_into_no_graph():
-    with Ranks(2, case_seconds=60) as ranks:
-        for mean in ranks.run(train_with_numbers_of_numpy):
-            assert mean == pytest.approx([0.05] * 3)
+def test_ranks_with_a_number_that_fits_into_no_graph(compiling_ranks):
+    for mean in compiling_ranks.run(train_with_numbers_of_numpy):
+        assert mean == pytest.approx([0.05] * 3)
 
 
-def test_rank_that_breaks_its_graph_aborts():
-    with Ranks(2, case_seconds=60) as ranks:
-        other, failed = ranks.outcomes(train_on_nothing_on_one_rank)
+def test_rank_that_breaks_its_graph_aborts(compiling_ranks):
+    other, failed = compiling_ranks.outcomes(train_on_nothing_on_one_rank)
     assert failed.kind == "TypeError" and "but got NoneType" in failed.message
     assert "another rank of the process group aborted" in other.message
 

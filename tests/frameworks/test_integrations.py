@@ -69,6 +69,10 @@ def run_lines(code, **names):
     return names
 
 
+# Frameworks and torch on their behalf; we do not.
+others_warn = pytest.mark.filterwarnings("ignore", "error:.*(syncbn|SyncBatchNorm)")
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
     """Processes of their own, because frameworks leave things behind."""
@@ -154,6 +158,7 @@ def train_with_lightning(rank, world_size, code):
     return model.layers.state_dict()
 
 
+@others_warn
 @pytest.mark.works("Lightning: `Trainer` with a plugin in place of `sync_batchnorm=True`")
 def test_lightning(two_ranks, whole_batch):
     (code,) = lines("Lightning")
@@ -175,6 +180,7 @@ def train_with_accelerate(rank, world_size, code):
     return model.state_dict()
 
 
+@others_warn
 @pytest.mark.works("Hugging Face Accelerate: `Accelerator.prepare`")
 def test_accelerate(two_ranks, whole_batch):
     (code,) = lines("Accelerate")
@@ -215,6 +221,7 @@ def train_with_transformers(rank, world_size, code, folder):
     return model.layers.state_dict()
 
 
+@others_warn
 @pytest.mark.works("Hugging Face Trainer")
 def test_transformers(two_ranks, tmp_path):
     (code,) = lines("Hugging Face Trainer")
@@ -301,6 +308,7 @@ def train_with_mmengine(rank, world_size, code, folder, by_config):
     return model.layers.state_dict()
 
 
+@others_warn
 @pytest.mark.works("MMEngine: `Runner` with a model, and from a config, in place of `sync_bn`")
 @pytest.mark.parametrize("by_config", [False, True], ids=["model", "config"])
 def test_mmengine(two_ranks, whole_batch, tmp_path, by_config):
@@ -352,6 +360,7 @@ HEADINGS = (
 )
 
 
+@others_warn
 @pytest.mark.works("lines for torchvision's scripts, Ultralytics, configs, FSDP2 and torchtitan")
 @pytest.mark.parametrize("heading", HEADINGS)
 def test_lines_that_convert_the_model(two_ranks, whole_batch, heading):

@@ -15,6 +15,9 @@ from torch.utils.checkpoint import (
 
 from syncbn import SyncBatchNorm
 
+# torch's own: dynamo makes a Function.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
 
 def block():
     torch.manual_seed(0)
@@ -52,6 +55,8 @@ def checkpointed(rank, world_size, use_reentrant, nested):
     assert_trains_as_without(model, lambda x: checkpoint(run, x, use_reentrant=use_reentrant), rank)
 
 
+# torch's own: of a reentrant checkpoint in another one, whose first run records nothing.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.works(
     "`torch.utils.checkpoint`, reentrant or not, nested too: statistics are updated once"
 )

@@ -193,9 +193,8 @@ def use_group_of_others(rank, world_size):
     return layer(X) is not None
 
 
-def test_rank_outside_of_the_group():
-    with Ranks(2) as ranks:
-        member, outsider = ranks.outcomes(use_group_of_others)
+def test_rank_outside_of_the_group(two_ranks):
+    member, outsider = two_ranks.outcomes(use_group_of_others)
     assert member is True
     assert outsider.kind == "ValueError"
     assert "rank 1 is not a member of this layer's process_group" in outsider.message
@@ -217,9 +216,8 @@ def train_named_layer(rank, world_size, bad, options):
 
 @pytest.mark.parametrize("options", [{}, {"affine": False, "track_running_stats": False}])
 @pytest.mark.parametrize(("bad", "kind", "message"), BAD_ON_ONE_RANK)
-def test_bad_input_on_one_rank_fails_the_others_at_once(bad, kind, message, options):
-    with Ranks(2, case_seconds=30) as ranks:  # far less than the collective's own limit
-        waiting, failed = ranks.outcomes(train_named_layer, bad, options)
+def test_bad_input_on_one_rank_fails_the_others_at_once(bad, kind, message, options, two_ranks):
+    waiting, failed = two_ranks.outcomes(train_named_layer, bad, options)
     assert isinstance(failed, Failure) and failed.kind == kind
     assert message in failed.message and "[layer 'body.bn1', rank 1 of 2]" in failed.message
     assert isinstance(waiting, Failure) and waiting.kind == "RuntimeError"
@@ -241,9 +239,8 @@ def bad_argument_on_one_rank(rank, world_size, bad):
         ({"running_var": torch.ones(1).expand(3)}, "but it is expanded"),
     ],
 )
-def test_bad_argument_of_the_function_on_one_rank_fails_the_others_at_once(bad, message):
-    with Ranks(2, case_seconds=30) as ranks:
-        waiting, failed = ranks.outcomes(bad_argument_on_one_rank, bad)
+def test_bad_argument_of_the_function_on_one_rank_fails_the_others_at_once(bad, message, two_ranks):
+    waiting, failed = two_ranks.outcomes(bad_argument_on_one_rank, bad)
     assert message in failed.message
     assert "[rank 1 of 2]" in failed.message
     assert "another rank of the process group aborted" in waiting.message
@@ -255,9 +252,8 @@ def trace_on_one_rank(rank, world_size):
     layer(x) if rank == 0 else torch.jit.trace(layer, x)
 
 
-def test_trace_on_one_rank_fails_the_others_at_once():
-    with Ranks(2, case_seconds=30) as ranks:
-        waiting, failed = ranks.outcomes(trace_on_one_rank)
+def test_trace_on_one_rank_fails_the_others_at_once(two_ranks):
+    waiting, failed = two_ranks.outcomes(trace_on_one_rank)
     assert failed.kind == "NotImplementedError" and "torch.jit.trace" in failed.message
     assert "another rank of the process group aborted" in waiting.message
 
@@ -275,9 +271,8 @@ def batch_the_gradients(rank, world_size):
     torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
 
 
-def test_batched_gradients_of_ranks_are_refused():
-    with Ranks(2, case_seconds=30) as ranks:
-        outcomes = ranks.outcomes(batch_the_gradients)
+def test_batched_gradients_of_ranks_are_refused(two_ranks):
+    outcomes = two_ranks.outcomes(batch_the_gradients)
     assert all(failed.kind == "NotImplementedError" for failed in outcomes)
     assert all("is_grads_batched" in failed.message for failed in outcomes)
 
@@ -333,8 +328,7 @@ def test_error_keeps_no_frame_alive(what):
 
 
 @pytest.mark.parametrize("what", ["check", "operator", "pass"])
-def test_error_of_ranks_keeps_no_frame_alive(what):
-    with Ranks(2) as ranks:
-        for words, is_gone in ranks.run(refused, what):
-            assert "expected" in words or "different passes" in words
-            assert is_gone
+def test_error_of_ranks_keeps_no_frame_alive(what, two_ranks):
+    for words, is_gone in two_ranks.run(refused, what):
+        assert "expected" in words or "different passes" in words
+        assert is_gone

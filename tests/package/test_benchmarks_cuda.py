@@ -19,7 +19,7 @@ from support.benchmarking import (
 
 from benchmarks import cuda, layer, report
 from benchmarks import results as files
-from benchmarks.cases import CUDA_SUITES, RESNET50, Case
+from benchmarks.cases import CUDA_SUITES, RESNET50
 from benchmarks.collectives import collective_rows
 from benchmarks.layer import Setting
 from benchmarks.measure import Launches, host_clock, read_launches

@@ -5,7 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -52,18 +51,6 @@ def test_cuda_tests_tell_why_they_cannot_run(option, outcome):
     )
     assert f"1 {outcome}" in result.stdout and "no CUDA device is here" in result.stdout
     assert result.returncode == (outcome == "error")
-
-
-def test_parts_run_all_tests_of_cuda_each_once():
-    def collected(paths):
-        command = [*PYTEST, "--collect-only", "-q", "-m", "cuda", *paths]
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode == 0, result.stdout + result.stderr
-        return [line for line in result.stdout.splitlines() if "::" in line]
-
-    with ThreadPoolExecutor() as pool:
-        everything, *parts = pool.map(collected, [["tests"], *gpu_check.TESTS.values()])
-    assert sorted(test for part in parts for test in part) == sorted(everything)
 
 
 def test_limits_leave_a_minute_of_ten_and_files_are_few():

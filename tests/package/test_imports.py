@@ -1,17 +1,13 @@
 """The direction of imports, in Python and in csrc, and where private names of torch are used."""
 
 import ast
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from support.paths import ROOT
-
-import syncbn
 
 PACKAGE = ROOT / "syncbn"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
@@ -30,32 +26,6 @@ def test_rooms_import_one_way():
     """The contract is in pyproject.toml."""
     linter = Path(sys.executable).parent / "lint-imports"
     result = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout
-
-
-def test_core_imports_without_the_extra_rooms(tmp_path):
-    """As it would if fusion/ and utils/ were deleted, and their lines of __init__.py."""
-    copy = tmp_path / "syncbn"
-    shutil.copytree(
-        Path(syncbn.__file__).parent, copy, ignore=shutil.ignore_patterns("fusion", "utils")
-    )
-    init = copy / "__init__.py"
-    code = init.read_text()
-    for line in re.findall(r"^from syncbn\.(?:fusion|utils).*\n", code, re.MULTILINE):
-        for name in re.findall(r"\w+", line.partition(" import ")[2]):
-            code = code.replace(f'    "{name}",\n', "")
-        code = code.replace(line, "")
-    init.write_text(code)
-    tests = ["tests/layer/test_modules.py", "tests/layer/test_convert_subclasses.py"]
-    pytest_program = Path(sys.executable).parent / "pytest"  # -m would find the sources first
-    others = ["-p", "no:cacheprovider", "-k", "not default_device"]  # these also fuse
-    result = subprocess.run(
-        [pytest_program, "-q", *others, *tests],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
     assert result.returncode == 0, result.stdout
 
 

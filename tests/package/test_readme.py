@@ -1,10 +1,12 @@
 """The README is a promise: its code runs, its commands exist, its links lead somewhere."""
 
 import re
+import shlex
 import subprocess
 import sys
 
 import pytest
+import tomllib
 from support.paths import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -68,16 +70,26 @@ def test_code_of_a_document_runs_as_printed(tmp_path, name, launch):
     assert result.returncode == 0, result.stderr
 
 
-def commands():
-    lines = [line.split("#")[0].strip() for block in blocks("bash") for line in block.splitlines()]
-    return [line for line in lines if line]
+def commands(document):
+    lines = "".join(blocks("bash", document)).splitlines()
+    return list(filter(None, (line.split("#")[0].strip() for line in lines)))
+
+
+INSTALL = "pip install --no-build-isolation ."
 
 
 def test_commands_are_the_ones_that_are_tested():
     """.ci/run installs in both ways and runs all tests, test_examples runs the demo."""
-    install = "pip install --no-build-isolation ."
     targets = ["make demo", "make test", "make test-all"]
-    assert commands() == [install, install, "pip install .", *targets]
+    assert commands(README) == [INSTALL, INSTALL, "pip install .", *targets]
+
+
+def test_install_page_names_what_a_build_needs():
+    """The Makefile builds with the same; test_main runs the last command but one."""
+    needed, *others = commands((ROOT / "docs/install.md").read_text())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert shlex.split(needed)[2:] == project["build-system"]["requires"][:2]
+    assert others == [INSTALL, "python -m syncbn info", "pip uninstall syncbn"]
 
 
 @pytest.mark.parametrize("target", ["demo", "test", "bench", "works", "wheels"])

@@ -18,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from syncbn import SyncBatchNorm
 from syncbn.ops import tensors
 
+CPU = torch.profiler.ProfilerActivity.CPU
+
 
 class Count:
     """Records each call of a collective of torch.distributed."""
@@ -26,9 +28,7 @@ class Count:
         self.calls = []
 
     def __enter__(self):
-        self.profile = torch.profiler.profile(
-            activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True
-        )
+        self.profile = torch.profiler.profile(activities=[CPU], record_shapes=True, acc_events=True)
         self.profile.__enter__()
         return self
 
@@ -95,7 +95,7 @@ def labels_of_a_step(rank, world_size):
     """Return the labels of a step's collectives in a profile."""
     layer = SyncBatchNorm(3)
     layer._syncbn = layer._syncbn.with_name("body.bn1")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[CPU], acc_events=True) as profile:
         layer(torch.rand(4, 3)).sum().backward()
     return [event.name for event in profile.events() if event.name.startswith("syncbn ")]
 
@@ -130,10 +130,9 @@ def train(rank, world_size, channels, name="body.bn1"):
     "The ranks have layers of different sizes, or run them in another order",
     "Build and run the same layers in the same order on all ranks",
 )
-def test_ranks_with_different_channels_all_fail_with_words():
+def test_ranks_with_different_channels_all_fail_with_words(three_ranks):
     """Without the comparison before it, gloo would end one of the processes by SIGABRT."""
-    with Ranks(3, case_seconds=30) as ranks:
-        outcomes = ranks.outcomes(train, [4, 8, 4])
+    outcomes = three_ranks.outcomes(train, [4, 8, 4])
     kinds = sorted(outcome.kind for outcome in outcomes)
     assert kinds in (
         ["RuntimeError", "RuntimeError", "ValueError"],

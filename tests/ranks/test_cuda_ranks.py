@@ -108,17 +108,24 @@ def train_share(rank, world_size, name):
     return train(model, slice(rank * 6 // world_size, (rank + 1) * 6 // world_size))
 
 
-@pytest.mark.parametrize("name", ["small", "resnet18"])
-def test_ddp_training_equals_that_of_the_whole_batch(world, name):
-    if name == "resnet18" and importlib.util.find_spec("torchvision") is None:
-        pytest.skip("torchvision is not installed")
+def check_training(ranks, name):
     expected = train(build(name), slice(0, 6))
-    for state in world.run(train_share, name):
+    for state in ranks.run(train_share, name):
         for key, value in expected.items():
             # float64; two steps through some twenty layers that divide by small variances
             torch.testing.assert_close(
                 state[f"module.{key}"], value, rtol=1e-9, atol=1e-11, msg=key
             )
+
+
+def test_ddp_training_equals_that_of_the_whole_batch(world):
+    check_training(world, "small")
+
+
+def test_ddp_training_of_a_whole_net(pair):
+    if importlib.util.find_spec("torchvision") is None:
+        pytest.skip("torchvision is not installed")
+    check_training(pair, "resnet18")
 
 
 def abort(rank, world_size, compiles):

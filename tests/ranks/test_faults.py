@@ -19,6 +19,12 @@ from support.ranks import Failure, Ranks
 
 from syncbn import SyncBatchNorm
 
+# torch's own: dynamo makes a Function, and looks at the gradients of what is no leaf.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]
+
 BUFFERS = ("running_mean", "running_var")
 
 

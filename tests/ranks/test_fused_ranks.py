@@ -5,7 +5,6 @@ import torch
 from support.cases import assert_normalized_close, make_input, to_layout
 from support.fusing import ACTIVATIONS, make_operands, run_separately
 from support.groups import messages_sent
-from support.ranks import Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -83,9 +82,8 @@ def fit_on_one_rank(rank, world_size, residuals):
 
 
 @pytest.mark.parametrize("bad", [torch.zeros(2, 3, 5), torch.zeros(2, 3, 4).double(), 0.0])
-def test_a_residual_that_does_not_fit_fails_all_ranks(bad):
-    with Ranks(2, case_seconds=30) as pair:
-        failed, waiting = pair.outcomes(fit_on_one_rank, [bad, torch.zeros(2, 3, 4)])
+def test_a_residual_that_does_not_fit_fails_all_ranks(bad, two_ranks):
+    failed, waiting = two_ranks.outcomes(fit_on_one_rank, [bad, torch.zeros(2, 3, 4)])
     assert failed.kind in ("TypeError", "ValueError") and "residual" in failed.message
     assert "another rank of the process group aborted" in waiting.message
 
@@ -152,9 +150,8 @@ def train_unlike(rank, world_size):
     return train_model(model, x)
 
 
-def test_ranks_that_fuse_unlike_fail():
+def test_ranks_that_fuse_unlike_fail(two_ranks):
     """A layer behind a shortcut runs later where it is fused."""
-    with Ranks(2, case_seconds=30) as pair:
-        outcomes = pair.outcomes(train_unlike)
+    outcomes = two_ranks.outcomes(train_unlike)
     assert [outcome.kind for outcome in outcomes] == ["RuntimeError"] * 2
     assert any("0.bn2" in outcome.message for outcome in outcomes)

@@ -286,9 +286,8 @@ def use_a_mesh(rank, world_size):
 
 
 @pytest.mark.works('a one-dimensional `DeviceMesh` in place of a group: `mesh["dp"]`')
-def test_mesh_of_one_dimension_stands_for_its_group():
-    with Ranks(WORLD) as ranks:
-        results = ranks.run(use_a_mesh)
+def test_mesh_of_one_dimension_stands_for_its_group(ranks):
+    results = ranks(WORLD).run(use_a_mesh)
     for first in (0, 2):
         x = torch.cat([share(first), share(first + 1)])
         expected = nn.functional.batch_norm(x, None, None, training=True).chunk(2)
@@ -303,9 +302,8 @@ def train_outside_of_the_mesh(rank, world_size):
     return SyncBatchNorm(3, process_group=mesh).double()(share(rank)).shape
 
 
-def test_rank_outside_of_the_mesh():
-    with Ranks(3) as ranks:
-        *members, outsider = ranks.outcomes(train_outside_of_the_mesh)
+def test_rank_outside_of_the_mesh(three_ranks):
+    *members, outsider = three_ranks.outcomes(train_outside_of_the_mesh)
     assert members == [(2, 3, 4, 4)] * 2 and outsider.kind == "ValueError"
     assert "rank 2 is not a member of this layer's process_group" in outsider.message
 
@@ -322,9 +320,8 @@ def normalize_distributed(rank, world_size):
     return output.detach().full_tensor()
 
 
-def test_distributed_tensors_are_an_error_that_says_what_to_do():
-    with Ranks(2) as ranks:
-        whole = torch.cat([share(rank) for rank in range(2)])
-        expected = torch.nn.functional.batch_norm(whole, None, None, training=True)
-        for output in ranks.run(normalize_distributed):
-            torch.testing.assert_close(output, expected)  # float64, default tolerances
+def test_distributed_tensors_are_an_error_that_says_what_to_do(two_ranks):
+    whole = torch.cat([share(rank) for rank in range(2)])
+    expected = torch.nn.functional.batch_norm(whole, None, None, training=True)
+    for output in two_ranks.run(normalize_distributed):
+        torch.testing.assert_close(output, expected)  # float64, default tolerances

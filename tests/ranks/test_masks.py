@@ -5,7 +5,6 @@ import torch
 from support.cases import DTYPES, assert_normalized_close, make_mask, to_layout
 from support.fusing import FUSED, make_operands, run_separately
 from support.groups import messages_sent
-from support.ranks import Ranks
 from torch import nn
 
 from syncbn import SyncBatchNorm, sync_batch_norm
@@ -149,9 +148,8 @@ def mask_badly(rank, world_size):
     layer(torch.rand(4, 3, 5), mask=torch.ones(4, 5 - rank, dtype=torch.bool))
 
 
-def test_a_bad_mask_fails_all_ranks():
-    with Ranks(2, case_seconds=30) as pair:
-        waiting, failed = pair.outcomes(mask_badly)
+def test_a_bad_mask_fails_all_ranks(two_ranks):
+    waiting, failed = two_ranks.outcomes(mask_badly)
     assert failed.kind == "ValueError" and "expected mask to have shape" in failed.message
     assert "another rank of the process group aborted" in waiting.message
     assert "expected mask to have shape" in waiting.message

@@ -1,7 +1,6 @@
 """Layers on several ranks whose device has no operators of ours: a stand-in with its backend."""
 
 import time
-import warnings
 
 import pytest
 import torch
@@ -13,6 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from syncbn import SyncBatchNorm, check_synchronized, recompute_statistics
 from syncbn.ops import reference
+
+# It is told once in a process, in whichever case comes first.
+pytestmark = pytest.mark.filterwarnings("ignore:syncbn has no operators for 'plain'")
 
 
 @pytest.fixture(params=[2, 3], ids=lambda n: f"world{n}")
@@ -26,7 +28,6 @@ def pair(ranks):
 
 
 def one_value(rank, world_size):
-    warnings.simplefilter("ignore")  # that the device has no operators
     layer = SyncBatchNorm(3)
     layer(torch.rand(rank, 3))
 
@@ -53,9 +54,7 @@ def train_masked(rank, world_size, activation):
         x = torch.rand(4, CHANNELS, 7, device="plain", requires_grad=True)
         mask = torch.arange(7, device="plain").expand(4, 7) < 5
         layer = SyncBatchNorm(CHANNELS, activation=activation).to("plain")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("error", "c10d::|.*autograd kernel")
-            layer(x, mask=mask).square().sum().backward()
+        layer(x, mask=mask).square().sum().backward()
     return [message.requires_grad for message in messages]
 
 
@@ -71,8 +70,7 @@ def train_on_device(rank, world_size, dtype, split, activation=None, create_grap
     x, dy = (t.split(split)[rank].to("plain") for t in whole_batch(dtype))
     x.requires_grad_()
     layer = SyncBatchNorm(CHANNELS, activation=activation)
-    with messages_sent() as messages, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the device has no operators
+    with messages_sent() as messages:
         y = layer(x)
         if create_graph:
             (dx,) = torch.autograd.grad(y, x, dy, create_graph=True)
@@ -148,8 +146,7 @@ def test_double_backward_on_ranks(world):
 def count_flops(rank, world_size):
     """A dispatch mode, under which collectives are operators that it sees."""
     layer = SyncBatchNorm(3)
-    with warnings.catch_warnings(), FlopCounterMode(display=False):
-        warnings.simplefilter("ignore")
+    with FlopCounterMode(display=False):
         layer(torch.full((4, 3), float(rank)))
     return layer.running_mean.tolist()
 
@@ -165,10 +162,8 @@ def recompute(rank, world_size):
         for i in range(2 + rank)
     ]
     layer = SyncBatchNorm(5)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        recompute_statistics(layer, batches)
-        check_synchronized(layer)
+    recompute_statistics(layer, batches)
+    check_synchronized(layer)
     return torch.cat([batch.cpu() for batch in batches]), [b.cpu() for b in layer.buffers()]
 
 
@@ -220,9 +215,10 @@ def bad_input(rank, world_size, steps):
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_bad_input_on_one_rank_fails_all(steps):
-    with Ranks(2, backend="plain", device="plain") as ranks:
-        (kind, words, seconds), (own_kind, own_words, _) = ranks.run(bad_input, steps)
+def test_bad_input_on_one_rank_fails_all(steps, ranks):
+    (kind, words, seconds), (own_kind, own_words, _) = ranks(2, "plain", "plain").run(
+        bad_input, steps
+    )
     assert (kind, own_kind) == ("RuntimeError", "ValueError")
     assert "[layer 'body.bn1', rank 1 of 2]" in own_words
     assert "aborted" in words and "expected input to have 3 channels" in words
@@ -257,9 +253,8 @@ def different_channels(rank, world_size, steps):
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-def test_ranks_with_different_channels_all_fail(steps):
-    with Ranks(3, case_seconds=30, backend="plain", device="plain") as ranks:
-        outcomes = ranks.outcomes(different_channels, steps)
+def test_ranks_with_different_channels_all_fail(steps, ranks):
+    outcomes = ranks(3, "plain", "plain").outcomes(different_channels, steps)
     for rank, outcome in enumerate(outcomes):
         assert isinstance(outcome, Failure) and outcome.kind in ("ValueError", "RuntimeError")
         assert f"rank {rank} of 3]" in outcome.message
@@ -272,9 +267,8 @@ def different_layers(rank, world_size):
     step(layers[rank], 4, 3)
 
 
-def test_ranks_that_run_different_layers_all_fail():
-    with Ranks(2, case_seconds=30, backend="plain", device="plain") as ranks:
-        outcomes = ranks.outcomes(different_layers)
+def test_ranks_that_run_different_layers_all_fail(ranks):
+    outcomes = ranks(2, "plain", "plain").outcomes(different_layers)
     for outcome in outcomes:
         assert outcome.kind == "RuntimeError"
         assert "layer 'first'" in outcome.message and "layer 'second'" in outcome.message
@@ -304,9 +298,8 @@ def turn_alone(rank, world_size):
     step(third, 4, 7) if rank == 1 else step(second, 4, 5)
 
 
-def test_rank_that_turns_alone_fails_all():
-    with Ranks(2, case_seconds=30, backend="plain", device="plain") as ranks:
-        outcomes = ranks.outcomes(turn_alone)
+def test_rank_that_turns_alone_fails_all(ranks):
+    outcomes = ranks(2, "plain", "plain").outcomes(turn_alone)
     for outcome in outcomes:
         assert isinstance(outcome, Failure) and outcome.kind in ("ValueError", "RuntimeError")
         assert "layer 'third'" in outcome.message or "different passes" in outcome.message
@@ -326,9 +319,8 @@ def fail_in_the_loader(rank, world_size):
     return None
 
 
-def test_rank_that_fails_between_passes_fails_all():
-    with Ranks(2, case_seconds=30, backend="plain", device="plain") as ranks:
-        words, own = ranks.run(fail_in_the_loader)
+def test_rank_that_fails_between_passes_fails_all(ranks):
+    words, own = ranks(2, "plain", "plain").run(fail_in_the_loader)
     assert own == "the disk is gone"
     assert "aborted" in words and "the disk is gone" in words
 

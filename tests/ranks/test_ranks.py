@@ -2,12 +2,15 @@
 
 import os
 import time
+import warnings
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import Failure, RankError, Ranks
+
+import syncbn
 
 
 def add_ranks(rank, world_size, offset):
@@ -28,10 +31,24 @@ def hang_on_one(rank, world_size):
             time.sleep(0.1)
 
 
+def warn_on_one(rank, world_size):
+    if rank == 1:
+        warnings.warn("the words of a warning", stacklevel=1)
+
+
 def die_on_one(rank, world_size):
     if rank == 1:
         os._exit(7)
     return os.getpid()
+
+
+def find_package(rank, world_size):
+    return syncbn.__file__
+
+
+def test_ranks_import_what_tests_import(two_ranks):
+    """And not the folder of the sources if it has a build."""
+    assert two_ranks.run(find_package) == [syncbn.__file__] * 2
 
 
 def test_results_of_each_rank_come_back(any_world):
@@ -44,8 +61,18 @@ def test_failure_names_the_rank_and_shows_its_traceback():
         ranks.run(fail_on_one)
 
 
+def test_warning_on_a_rank_is_an_error_unless_the_test_ignores_it(two_ranks):
+    with pytest.raises(RankError, match="rank 1: Traceback(?s:.*)UserWarning: the words"):
+        two_ranks.run(warn_on_one)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert two_ranks.run(warn_on_one) == [None, None]
+
+
 def test_set_is_usable_after_a_failure():
     with Ranks(2) as ranks:
+        with pytest.raises(RankError):
+            ranks.run(fail_on_one)
         ranks.outcomes(fail_on_one)
         assert ranks.run(add_ranks, 0) == [1.0, 1.0]
 

@@ -35,6 +35,8 @@ from runtime_calls import (
     write,
 )
 
+pytestmark = pytest.mark.any_torch
+
 SET_DEPENDENCIES = 1
 
 

@@ -14,6 +14,8 @@ from runtime_calls import (
     sleep,
 )
 
+pytestmark = pytest.mark.any_torch
+
 LATE = {"STANDIN_STREAMS": "late", "STANDIN_DELAY_MS": "60000"}
 DISABLE_TIMING = 2
 

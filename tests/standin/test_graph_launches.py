@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 
+import pytest
 from runtime_calls import (
     GLOBAL,
     POISON,
@@ -16,6 +17,8 @@ from runtime_calls import (
     run_script,
     write,
 )
+
+pytestmark = pytest.mark.any_torch
 
 DESTRUCTOR = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 

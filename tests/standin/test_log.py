@@ -20,6 +20,8 @@ from runtime_calls import (
     write,
 )
 
+pytestmark = pytest.mark.any_torch
+
 
 @pytest.fixture(autouse=True)
 def empty_log():

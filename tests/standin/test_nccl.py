@@ -6,6 +6,8 @@ import nccl_ranks
 import pytest
 from nccl_ranks import AVG, MAX, MIN, PROD, SUM, TYPES, Buffer, Communicator, Stream, group
 
+pytestmark = pytest.mark.any_torch
+
 MODES = ["inline", "async", "late"]
 
 

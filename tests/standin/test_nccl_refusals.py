@@ -19,6 +19,8 @@ from nccl_ranks import (
     Stream,
 )
 
+pytestmark = pytest.mark.any_torch
+
 
 def is_spoiled(values):
     return all(value != value or value == -1 for value in values)  # all bits are set

@@ -16,6 +16,8 @@ from runtime_calls import (
     write,
 )
 
+pytestmark = pytest.mark.any_torch
+
 LONG = {"STANDIN_DELAY_MS": "60000"}  # nothing runs before somebody waits
 
 

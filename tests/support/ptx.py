@@ -297,7 +297,8 @@ class Kernel:
             return None
         value, valid = (self.register(name) for name in results.split("|"))
         values = ", ".join(self.operand(name, "u32") for name in inputs)
-        return f"{{ const auto s = shuffle_{mode}({values}); put({value}, s.bits); {valid} = s.valid; }}"
+        call = f"const auto s = shuffle_{mode}({values});"
+        return f"{{ {call} put({value}, s.bits); {valid} = s.valid; }}"
 
     def _halves(self, opcode: str, operands: list[str]) -> str | None:
         """Return the statement of a move between a register and two of half its width."""

@@ -66,8 +66,8 @@ class RecordedKernel(Kernel):
         return ", ".join(str(self.numbers.setdefault(name, len(self.numbers))) for name in known)
 
     def registration(self, function: str) -> str:
-        program = ",\n    ".join(self.program)
+        program = f'("{self.name}", {{{", ".join(self.program)}}})'
         return (
             super().registration(function)
-            + f'\nconst ProgramRegistration program_of_{function}("{self.name}", {{\n    {program}}});'
+            + f"\nconst ProgramRegistration program_of_{function}{program};"
         )

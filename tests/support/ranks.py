@@ -1,8 +1,9 @@
 """Runs functions of a test file on several ranks at once, on the CPU or on GPUs.
 
 Starting a process and importing torch takes seconds, so one set of processes serves many cases:
-``Ranks.run`` sends them a function by name and its arguments, and returns each rank's result. A
-case that hangs fails within a minute with each rank's stack; processes never outlive their set.
+``Ranks.run`` sends them a function by name, its arguments and the filters of warnings, and returns
+each rank's result. A case that hangs fails within a minute with each rank's stack; processes never
+outlive their set.
 
 They start at once, as forks of a process that has imported torch and done nothing else. On CUDA,
 and with an environment of their own, which torch reads as it is imported, they start from nothing.
@@ -15,7 +16,7 @@ works, useless for how fast.
 import contextlib
 import faulthandler
 import importlib.util
-import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
 import sys
@@ -23,9 +24,11 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported within a minute
 CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and communicators
@@ -92,7 +95,11 @@ class Ranks:
             plain_device.build()  # once, and not in the time of a case
         alike = self.device != "cuda" and not self.env
         context: Any = multiprocessing.get_context("forkserver" if alike else "spawn")
-        context.set_forkserver_preload(FORKSERVER_IMPORTS)
+        if alike:
+            context.set_forkserver_preload(FORKSERVER_IMPORTS)
+            # Else the server imports syncbn from the current folder if it was built there.
+            with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
+                multiprocessing.forkserver.ensure_running()
         store = str(Path(tempfile.mkdtemp(dir=self.folder.name)) / "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
@@ -134,19 +141,23 @@ class Ranks:
                 f"--- rank {rank}: " + (o.text if isinstance(o, Failure) else "finished")
                 for rank, o in enumerate(outcomes)
             )
+            self.stop()  # its group may be unusable now
             raise RankError(f"{function.__name__} failed\n{text}")
         return outcomes
 
     def outcomes(self, function: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        """Return each rank's result, or a :class:`Failure`."""
+        """Return each rank's result, or a :class:`Failure`.
+
+        Ranks that raised go on: syncbn leaves them a group that works.
+        """
         seconds = self.case_seconds
         if not self.processes:
             self.start()
             seconds += CUDA_START_SECONDS if self.device == "cuda" else 0
-        target = (function.__code__.co_filename, function.__qualname__, args, kwargs)
+        code = function.__code__.co_filename, function.__qualname__
         for pipe in self.pipes:
             with contextlib.suppress(BrokenPipeError):
-                pipe.send(target)
+                pipe.send((*code, args, kwargs, warnings.filters))
         deadline = time.monotonic() + seconds
         outcomes: list[Any] = [None] * self.world_size
         waiting = dict(enumerate(self.pipes))
@@ -167,8 +178,8 @@ class Ranks:
                     outcomes[rank] = Failure("died", name, f"the process died: {name}")
         for rank in waiting:
             outcomes[rank] = Failure("hung", "", f"hung\n{self._dump_stack(rank)}")
-        if any(isinstance(outcome, Failure) for outcome in outcomes):
-            self.stop()  # the group may be unusable now
+        if any(isinstance(o, Failure) and o.kind in ("died", "hung") for o in outcomes):
+            self.stop()
         return outcomes
 
     def _stack(self, rank: int) -> str:
@@ -224,12 +235,15 @@ def _serve(
     )
     while True:
         try:
-            file, name, args, kwargs = pipe.recv()
+            file, name, args, kwargs, filters = pipe.recv()
         except EOFError:
             return
         try:
             torch.manual_seed(0)
-            outcome = _load(file, name)(rank, world_size, *args, **kwargs)
+            with warnings.catch_warnings():
+                warnings.resetwarnings()
+                warnings.filters.extend(filters)
+                outcome = _load(file, name)(rank, world_size, *args, **kwargs)
             # Tensors on a GPU would be shared between the processes, for as long as both live.
             outcome = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), outcome)
         except BaseException as error:

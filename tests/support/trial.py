@@ -210,8 +210,10 @@ def leave_group():
 
 
 def set_timeout(training, seconds):
+    # It has a public name in later versions of torch, which warn of the old one.
+    set_one = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in {dist.group.WORLD, training.model.norm1.process_group or dist.group.WORLD}:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        set_one(timedelta(seconds=seconds), group)
 
 
 def renew(rank, survivors, folder):

@@ -1,0 +1,38 @@
+# What .ci/run runs: two processes at a time, of whichever part has some.
+include Makefile
+
+OLDEST := VENV=.venv-oldest TORCH=2.11.0
+NEWEST := VENV=.venv-newest TORCH=2.15.0
+AGAIN := $(filter tests/layer/% tests/compile/%,$(MAIN_TESTS))
+BUILT := WHEEL="$$(echo dist/syncbn-*.whl)"
+.PHONY: all built oldest newest again
+all: oldest newest again
+
+# And the tools, while compilers wait for each other.
+built: export CPPFLAGS := -Werror
+built: export NVCC_APPEND_FLAGS := -Werror=all-warnings -Xcompiler=-Werror
+built:
+	$(MAKE) wheel .venv-oldest/tools.stamp $(OLDEST)
+	rm -rf build/again
+	.venv-oldest/bin/python -m build --sdist --no-isolation --outdir build/again
+
+oldest: built
+	$(MAKE) test-all standin docs $(OLDEST) $(BUILT)
+	.venv-oldest/bin/python tools/wheels.py check dist/syncbn-*.whl
+
+# The main tests of layers and graphs do not run twice. Each torch runs one of the two PTX that the wheel
+# has code of.
+newest: built
+	$(MAKE) test $(NEWEST) $(BUILT)
+	PYTEST_ADDOPTS="-m 'not any_torch' $(addprefix --ignore=,$(AGAIN))" SYNCBN_PTX_ARCH=75 \
+	    $(MAKE) test-compile standin-core test-layer test-frameworks $(NEWEST) $(BUILT)
+	.venv-newest/bin/mypy
+
+# The README's other way in: pip builds with the newest torch, the oldest loads it. For one GPU: what
+# all are built for is tested above, and is half of the time of a build. Not in this folder, whose build
+# other tests may import.
+again: built
+	TORCH_CUDA_ARCH_LIST=9.0 \
+	    .venv-oldest/bin/pip install --quiet --no-deps --target build/again/site build/again/*.tar.gz
+	PYTHONPATH=$(CURDIR)/build/again/site \
+	    .venv-oldest/bin/pytest tests/package/test_package.py tests/operators/test_ops.py

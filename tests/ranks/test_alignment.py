@@ -1,0 +1,100 @@
+"""Ranks that hear of a failure at different passes, as over NCCL, and get in step again."""
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.ranks import Ranks
+
+from syncbn import SyncBatchNorm
+from syncbn.distributed import abort, sync
+from syncbn.distributed.protocol import group_state
+
+CPU = torch.device("cpu")
+
+
+def step(layer):
+    layer(torch.rand(4, 3).requires_grad_()).sum().backward()
+
+
+def hear_late(rank, world_size, status, name, direction):
+    """As an operator on CUDA would have noted it in a pass before."""
+    layer, group = SyncBatchNorm(3), dist.group.WORLD
+    layer._syncbn = layer._syncbn.with_name(name)
+    state = group_state(group)
+    fingerprint = state.record(layer._syncbn.identity, direction).fingerprint
+    state.status(CPU).note.fill_(status * world_size * fingerprint)
+    with pytest.raises(RuntimeError) as error:
+        sync._raise_earlier_failure(state)
+    sync._raise_earlier_failure(state)  # says it once
+    del state.statuses[CPU]
+    return str(error.value)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("name", "layer"), [("body.bn1", "layer 'body.bn1'"), ("", "a layer")])
+@pytest.mark.parametrize(("status", "words"), [(-1, "aborted"), (1, "made another pass")])
+def test_status_of_a_pass_before_names_it(two_ranks, status, words, name, layer, direction):
+    for said in two_ranks.run(hear_late, status, name, direction):
+        assert said.startswith(f"the {direction} pass of {layer} gave NaN: another rank")
+        assert words in said
+
+
+def stop_at_different_passes(rank, world_size, others):
+    """As over NCCL: a rank's host has started as many more passes as its number."""
+    group, layer = dist.group.WORLD, SyncBatchNorm(3)
+    step(layer)
+    state = group_state(group)
+    started = []
+    for size in (10, 12, 14)[:rank]:
+        state.store.num_passes += 1
+        state.sizes_sent.append(size)
+        message = torch.ones(size, dtype=torch.float64)
+        started.append(dist.all_reduce(message, async_op=True))
+    if others and rank == 2:  # a collective of DistributedDataParallel
+        dist.all_reduce(torch.ones(1), async_op=True)
+    if rank == 2:
+        time.sleep(2)
+    settled = abort.align(state, CPU, "words" if rank == 0 else "", timedelta(seconds=20))
+    if others:
+        with pytest.raises(RuntimeError, match="since then the ranks .* numbers of passes: ranks"):
+            layer(torch.rand(2, 3))
+        return settled
+    for work in started:
+        work.wait()
+    step(layer)
+    assert layer.num_batches_tracked == 2
+    return settled
+
+
+def test_ranks_that_stop_at_different_passes_get_in_step_again(three_ranks):
+    for cause, hindrance in three_ranks.run(stop_at_different_passes, False):
+        assert (cause, hindrance) == ("rank 0: words", "")
+
+
+def test_ranks_that_cannot_get_in_step_say_so():
+    with Ranks(3) as own:
+        for _, hindrance in own.run(stop_at_different_passes, True):
+            assert "that are not of SyncBatchNorm layers" in hindrance
+
+
+def stop_late(rank, world_size):
+    """Rank 1 does not hear of the failure of rank 0 in the time that that waits."""
+    group, layer = dist.group.WORLD, SyncBatchNorm(3)
+    step(layer)
+    group_state(group).is_misaligned = rank == 0
+    dist.barrier()
+    if rank == 1:
+        time.sleep(3)
+        abort.align(group_state(group), CPU)
+        step(layer)
+        return ""
+    settled = abort.align(group_state(group), CPU, timeout=timedelta(seconds=1))
+    step(layer)  # waits for rank 1
+    return settled.hindrance
+
+
+def test_rank_that_has_failed_waits_for_the_others_before_its_next_pass(two_ranks):
+    assert two_ranks.run(stop_late) == ["rank 1 does not know of it yet", ""]
