@@ -26,8 +26,8 @@ CASES = {
 COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last")
 
 ABOVE = (
-    "Speed of a training step, forward and backward, of one layer on a {processor}, relative to "
-    "{theirs}: 2.00x takes half the time."
+    "Speed of one layer's forward and backward pass on a {processor}, relative to {theirs}: 2.00x "
+    "takes half the time."
 )
 # Sentences below the tables.
 ORIGIN = (
@@ -49,7 +49,7 @@ ON_CUDA = (
     "almost nothing to compute: its time is host time."
 )
 DEFAULT_ALLOCATOR = (
-    "If the system newly maps every large output, which a warm allocator avoids, speeds are "
+    "Outputs reuse freed memory. Where the system maps each large output anew, speeds are "
     "{low:.2f}x to {high:.2f}x (median {half:.2f}x)."
 )
 ALL = "[All figures and conditions](benchmarks/README.md)."
@@ -99,9 +99,10 @@ def page(results: list[list[Row]]) -> str:
 
 
 def _summary(rows: list[Row]) -> str:
-    sentences = " ".join([ABOVE, ORIGIN, *_default_allocator(rows, tuple(CASES)), ALL])
-    caption = _wrapped(sentences.format(**_setting(rows)))
-    return "\n".join([*_table("input", rows, CASES), "", *caption]) + "\n"
+    setting = _setting(rows)
+    below = " ".join([ORIGIN, *_default_allocator(rows, tuple(CASES)), ALL])
+    lines = [*_wrapped(ABOVE.format(**setting)), "", *_table("input", rows, CASES), ""]
+    return "\n".join([*lines, *_wrapped(below.format(**setting))]) + "\n"
 
 
 def _section(rows: list[Row]) -> str:
