@@ -101,7 +101,7 @@ def test_compare_refuses_what_cannot_be_compared(rows):
 
 
 def test_table_of_the_readme_shows_what_it_names_and_nothing_else(rows):
-    lines, below = report.text([rows]).split("\n\n")
+    above, lines, below = report.text([rows]).split("\n\n")
     assert cells(lines) == [
         ["input", "shape", *COLUMNS],
         ["larger than the caches", "2x3x4x5", "2.00x", "", "", "1.50x"],
@@ -109,10 +109,11 @@ def test_table_of_the_readme_shows_what_it_names_and_nothing_else(rows):
         ["geometric mean over nets", "many", "1.50x", "", "", ""],
         ["tiny", "8x16x4x4", "0.75x", "", "", ""],
     ]
-    words = " ".join(below.split())
-    assert (
-        words.startswith("Speed of a training step") and "relative to torch's `BatchNorm`" in words
+    assert " ".join(above.split()) == (
+        "Speed of one layer's forward and backward pass on a CPU, relative to torch's `BatchNorm`: "
+        "2.00x takes half the time."
     )
+    words = " ".join(below.split())
     assert (
         "Measured on abacus with 8 threads, in one process without communication, on 2026-01-02 "
         "at commit abcdef0 with torch 2.11.0; repeated measurements differ by up to 4%."
@@ -123,7 +124,7 @@ def test_table_of_the_readme_shows_what_it_names_and_nothing_else(rows):
 
 def test_page_shows_all_cases(rows):
     heading, above, lines, below, picture = report.page([rows]).split("\n\n")
-    assert heading == "## abacus" and above.startswith("Speed of a training step")
+    assert heading == "## abacus" and above.startswith("Speed of one layer's")
     assert cells(lines) == [
         ["case", "shape", *COLUMNS],
         ["2-D", "4x5", "1.00x", "", "", ""],
