@@ -3,12 +3,11 @@
 // A thread loads chunks of 8 or 16 vectors into registers and computes from each its mean, then its
 // squared deviations from the mean: as robust as Welford's method, without a division for each
 // value. Chunks, then threads, are merged exactly in float (csrc/common/moments.h has the formula);
-// the columns of a channel, if there are several, and blocks are added up in float64.
+// blocks are added up in float64.
 //
 // Floats cannot hold the mean of values far from zero. So all threads of a channel or column first
-// subtract one of its values, the pivot; and before the merge they subtract the mean of the first
-// thread, so that the merge rounds only small numbers. Values of 16 bits need neither: their own
-// rounding is coarser.
+// subtract one of its values, the pivot, and a merge of several means subtracts the first of them:
+// it rounds only small numbers. Values of 16 bits need no pivot: their own rounding is coarser.
 
 #include "../../common/message.h"
 #include "../../common/moments.h"

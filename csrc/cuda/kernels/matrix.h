@@ -88,9 +88,8 @@ class StateWalk {
   __device__ __forceinline__ bool has_state() const { return place_ < end_; }
   // The place of the state. No later state of this thread has more values.
   __device__ __forceinline__ unsigned place() const { return place_; }
-  __device__ __forceinline__ unsigned first_column() const {
-    return first_column_;
-  }  // of its channel
+  // Of its channel.
+  __device__ __forceinline__ unsigned first_column() const { return first_column_; }
   __device__ __forceinline__ unsigned column() const { return first_column_ + column_; }
   __device__ __forceinline__ void advance() {
     place_ += matrix_.reader_members * tile_columns_ + matrix_.reader_columns;

@@ -50,8 +50,8 @@ constexpr int kBlocks = 2;
 // States, terms or partial sums that a thread merges at once.
 constexpr int kStates = 8;
 
-// The maximum number of a block's columns: the terms of its channels' sums.
-constexpr int kMaxTerms = 512;
+// The maximum number of a block's columns.
+constexpr int kMaxColumns = 512;
 
 // The maximum number of a block's values of a channel or column: a float counts them exactly, and
 // 32 bits index them.
@@ -172,7 +172,7 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
     lay_out(plan.block_x / 2);
   }
   // Tiles become wider while threads have no rows and each resident block has a tile.
-  while (plan.geometry.outer < plan.block_y && 2 * plan.block_x * plan.vector <= kMaxTerms &&
+  while (plan.geometry.outer < plan.block_y && 2 * plan.block_x * plan.vector <= kMaxColumns &&
          2 * plan.tile_channels <= kMaxThreads && plan.tiles >= 2 * resident) {
     lay_out(2 * plan.block_x);
   }
@@ -181,7 +181,7 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
 // Returns whether the columns of a tile can be the values of a few small planes.
 inline bool are_columns(const Geometry& geometry, int widest, int alignment) {
   const int64_t columns = channels_of_vectors(geometry.inner, widest) * geometry.inner;
-  return columns <= kMaxTerms && geometry.channels * geometry.inner % widest == 0 &&
+  return columns <= kMaxColumns && geometry.channels * geometry.inner % widest == 0 &&
          alignment % kVectorBytes == 0;
 }
 
