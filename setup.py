@@ -115,15 +115,16 @@ def choose_architectures(nvcc: Path) -> tuple[str, list[str], str]:
         about = f", because CUDA does not start: {str(error).splitlines()[0]}"
     here = {10 * major + minor for major, minor in capabilities}
     if here and here <= known:
-        architectures, has_ptx = sorted(here), False
+        architectures = sorted(here)
         about = ", the GPUs that are here (TORCH_CUDA_ARCH_LIST names others)"
     else:
-        architectures, has_ptx = [a for a in GPU_ARCHITECTURES if a in known], True
+        architectures = [a for a in GPU_ARCHITECTURES if a in known]
+    ptx = min(GPU_PTX, architectures[-1])
     options = [f"-gencode=arch=compute_{min(a, GPU_PTX)},code=sm_{a}" for a in architectures]
+    # For the GPUs of other nodes that load this library.
+    options.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
     names = [f"{a // 10}.{a % 10}" for a in architectures]
-    if has_ptx:
-        options.append(f"-gencode=arch=compute_{GPU_PTX},code=compute_{GPU_PTX}")
-        names[architectures.index(GPU_PTX)] += "+PTX"
+    names[architectures.index(ptx) if ptx in architectures else 0] += "+PTX"
     return " ".join(names), options, about
 
 

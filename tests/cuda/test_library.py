@@ -209,13 +209,19 @@ def test_cuda_that_cannot_be_built(tmp_path, nvcc, words):
 @pytest.mark.parametrize(
     "here, built_for",
     [
-        ([(9, 0), (8, 0), (9, 0)], "8.0 9.0, the GPUs that are here (TORCH_CUDA_ARCH_LIST names"),
-        ([], "8.0+PTX 9.0; built"),
-        ([(8, 0), (12, 1)], "8.0+PTX 9.0; built"),  # this nvcc knows no 12.1
+        (
+            [(9, 0), (8, 0), (9, 0)],
+            "8.0+PTX 9.0, the GPUs that are here (TORCH_CUDA_ARCH_LIST names",
+        ),
+        ([(9, 0)], "9.0+PTX, the GPUs that are here (TORCH_CUDA_ARCH_LIST names"),
+        ([(7, 5)], "7.5+PTX, the GPUs that are here (TORCH_CUDA_ARCH_LIST names"),
+        ([], "7.5 8.0+PTX 9.0; built"),
+        ([(8, 0), (12, 1)], "7.5 8.0+PTX 9.0; built"),  # this nvcc knows no 12.1
     ],
 )
 def test_build_is_for_the_gpus_that_are_here(tmp_path, here, built_for):
-    version = f"echo release {torch.version.cuda}; echo compute_80; echo compute_90"
+    known = ";".join(f"echo compute_{number}" for number in (75, 80, 90))
+    version = f"echo release {torch.version.cuda}; {known}"
     prepare = (
         f"here = {here}\n"
         "torch.cuda.device_count = lambda: len(here)\n"
@@ -226,10 +232,12 @@ def test_build_is_for_the_gpus_that_are_here(tmp_path, here, built_for):
     result = configure(tmp_path, "1", version, prepare)
     assert result.returncode == 0, result.stderr
     assert f"CPU operators and CUDA operators for {built_for}" in result.stderr
-    # One PTX for all architectures: the output of nvcc's front end.
     options = re.findall(r"-gencode=arch=compute_(\d+),code=(\w+)", result.stdout)
-    assert options[:2] == [("80", "sm_80"), ("80", "sm_90")]
-    assert options[2:] == ([("80", "compute_80")] if "PTX" in built_for else [])
+    codes = [f"sm_{major}{minor}" for major, minor in re.findall(r"(\d)\.(\d)", built_for)]
+    # One PTX for all architectures from 8.0 on: the output of nvcc's front end.
+    ptx = "75" if codes == ["sm_75"] else "80"
+    expected = [("75" if code == "sm_75" else "80", code) for code in codes]
+    assert options == [*expected, (ptx, f"compute_{ptx}")]
 
 
 @pytest.mark.any_torch
