@@ -20,7 +20,6 @@ __all__ = ["DeviceMesh", "ProcessGroup", "Store", "Work"]  # from torch.distribu
 _AVAILABLE = dist.is_available()
 if TYPE_CHECKING or _AVAILABLE:
     from torch.distributed import (  # type: ignore[attr-defined]
-        AllreduceOptions,
         DebugLevel,
         DeviceMesh,
         ProcessGroup,
@@ -28,9 +27,6 @@ if TYPE_CHECKING or _AVAILABLE:
         Work,
         get_debug_level,
     )
-
-    _SUM = AllreduceOptions()
-    _SUM.asyncOp = False
 else:
     DeviceMesh = ProcessGroup = Store = Work = Any
 
@@ -250,15 +246,8 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tens
     # A dispatch mode may store an operator's result for later: selective checkpointing does.
     if _compat.num_dispatch_modes() > 0 and name_of(group):
         return _compat.wait(_compat.all_reduce(tensor, group.group_name))
-    add_up(tensor, group)
+    dist.all_reduce(tensor, group=group)
     return tensor
-
-
-def add_up(tensor: Tensor, group: ProcessGroup) -> None:
-    """Do as ``torch.distributed.all_reduce``, whose checks take longer than a layer's own code."""
-    work = group.allreduce([tensor], _SUM)
-    if work is not None:  # as of a group in Python
-        work.wait()
 
 
 def start_sum(tensor: Tensor, group: ProcessGroup) -> Work | None:

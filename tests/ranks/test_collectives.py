@@ -254,11 +254,10 @@ import tracemalloc
 import torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from syncbn import SyncBatchNorm
-from syncbn.distributed import collectives
 
 sizes = []
-add_up = collectives.add_up
-collectives.add_up = lambda message, group: (sizes.append(message.numel()), add_up(message, group))
+original = dist.all_reduce
+dist.all_reduce = lambda message, **options: (sizes.append(message.numel()), original(message))
 dist.init_process_group("fake", rank=0, world_size={world_size}, store=FakeStore())
 layers = torch.nn.Sequential(SyncBatchNorm(3), torch.nn.Linear(3, 5), SyncBatchNorm(5))
 x = torch.rand(4, 3, requires_grad=True)
