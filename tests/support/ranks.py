@@ -18,6 +18,7 @@ import faulthandler
 import importlib.util
 import multiprocessing.forkserver
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -34,6 +35,7 @@ CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported withi
 CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and communicators
 AFTER_FAILURE_SECONDS = 10  # for the others, once a rank has failed
 COLLECTIVE_SECONDS = 40  # a collective gives up before its case does
+_SYNCBN = re.compile(r"syncbn")
 # What a first step and a first compilation import.
 FORKSERVER_IMPORTS = ["syncbn", "torch._inductor.lowering"]
 
@@ -242,7 +244,7 @@ def _serve(
             torch.manual_seed(0)
             with warnings.catch_warnings():
                 warnings.resetwarnings()
-                warnings.filters.extend(filters)
+                warnings.filters.extend(map(_only_of_syncbn, filters))
                 outcome = _load(file, name)(rank, world_size, *args, **kwargs)
             # Tensors on a GPU would be shared between the processes, for as long as both live.
             outcome = tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), outcome)
@@ -252,6 +254,12 @@ def _serve(
             pipe.send(outcome)
         except Exception as error:  # a result that cannot be pickled
             pipe.send(Failure(type(error).__name__, str(error), traceback.format_exc()))
+
+
+def _only_of_syncbn(rule: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a filter by which warnings of other modules are no errors: torch's compiler has some."""
+    action, message, category, module, line = rule
+    return action, message, category, _SYNCBN if action == "error" else module, line
 
 
 def _nccl_on_shared_gpus(rank: int) -> dict[str, str]:

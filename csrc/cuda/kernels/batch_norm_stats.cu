@@ -49,7 +49,8 @@ struct ChannelMoments {
 template <typename T>
 constexpr bool kPivoted = std::is_same_v<T, compute_t<T>>;
 
-// The moments of some values of a channel, with the mean relative to the channel's pivot.
+// The moments of some values of a channel. The mean is relative to the channel's pivot and the mean
+// of its first thread: a difference that a float holds.
 template <typename A>
 struct MomentsTerm : Moments<A> {
   // First the means, then the deviations from the mean of all. A merge rounds only small numbers:
@@ -88,6 +89,7 @@ struct StatsMemory : ColumnMemory<MomentsTerm<compute_t<T>>, compute_t<T>, kVect
 template <typename T>
 struct PlanarStatsMemory : ReductionMemory<MomentsTerm<compute_t<T>>> {
   compute_t<T> pivots[kMaxThreads / kWarp];  // [channel]
+  compute_t<T> means[kMaxThreads / kWarp];   // [channel], of the first thread
 };
 
 // Merges the moments of the block's threads to terms in memory. All threads of the block call it.
@@ -106,6 +108,7 @@ __device__ void merge_columns(StatsMemory<T, kVector>& memory, const Matrix& mat
   __syncthreads();
   const A channel_pivot =
       kPivoted<T> && walk.is_reader() ? memory.pivots[walk.first_column()] : A{0};
+  const A channel_mean = walk.is_reader() ? memory.first[walk.first_column()] : A{0};
   MomentsTerm<A> merged;
   while (walk.has_state()) {
     MomentsTerm<A> states[kStates];
@@ -122,10 +125,10 @@ __device__ void merge_columns(StatsMemory<T, kVector>& memory, const Matrix& mat
         walk.advance();
       }
     }
-    if (kPivoted<T>) {
 #pragma unroll
-      for (int k = 0; k < kStates; ++k) {
-        states[k].mean += pivots[k] - channel_pivot;
+    for (int k = 0; k < kStates; ++k) {
+      if (states[k].count > 0) {
+        states[k].mean = (pivots[k] - channel_pivot) + (states[k].mean - channel_mean);
       }
     }
     merged.merge(MomentsTerm<A>::merge_all(states));
@@ -140,20 +143,21 @@ __device__ void merge_columns(StatsMemory<T, kVector>& memory, const Matrix& mat
 template <typename A, typename T>
 __device__ void merge_warps(PlanarStatsMemory<T>& memory, const ChannelMoments<A, 1>& state,
                             A pivot) {
-  const A first_mean = __shfl_sync(kAllLanes, state.mean[0], 0);
-  const A deviation = state.mean[0] - first_mean;
+  if (threadIdx.x == 0) {
+    memory.pivots[threadIdx.y] = pivot;
+    memory.means[threadIdx.y] = state.mean[0];
+  }
+  __syncthreads();
+  const A deviation = state.count > 0 ? state.mean[0] - memory.means[threadIdx.y] : A{0};
   MomentsTerm<A> merged;
   merged.count = add_up_warp(state.count);
   const A sum = add_up_warp(state.count * deviation);
   const A mean = merged.count > 0 ? sum / merged.count : 0;
   const A from_mean = deviation - mean;
   merged.m2 = add_up_warp(state.m2[0] + state.count * from_mean * from_mean);
-  merged.mean = first_mean + mean;
+  merged.mean = mean;
   if (threadIdx.x % kWarp == 0) {
     memory.terms[thread_index() / kWarp] = merged;
-  }
-  if (threadIdx.x == 0) {
-    memory.pivots[threadIdx.y] = pivot;
   }
 }
 
@@ -165,18 +169,19 @@ struct Output {
   Workspace workspace;
 };
 
-// Writes the message; the pivots are of the tile's channels.
+// Writes the message; the pivots and the first threads' means are of the tile's channels.
 template <typename T>
 struct MessageOutput {
   using A = compute_t<T>;
   const Output& out;
   const A* pivots;
-  int pivot_stride;
+  const A* means;
+  int stride;  // from a channel's pivot and mean to the next channel's
 
   __device__ __forceinline__ TwoSums to_sums(int channel, const Moments<A>& moments) const {
-    const A pivot = kPivoted<T> ? pivots[channel * pivot_stride] : A{0};
+    const A pivot = kPivoted<T> ? pivots[channel * stride] : A{0};
     const auto count = static_cast<double>(moments.count);
-    const double mean = static_cast<double>(pivot) + moments.mean;
+    const double mean = static_cast<double>(pivot) + means[channel * stride] + moments.mean;
     if constexpr (std::is_same_v<A, double>) {
       const Sums sums = syncbn::to_sums({count, mean, moments.m2});
       return {sums.values, sums.squares};
@@ -313,9 +318,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   }
 
   merge_columns(memory, matrix, state, pivot);
-  finish_reduction(
-      memory, matrix.channels, matrix.tile_channels, matrix.readers, out.workspace,
-      MessageOutput<T>{out, memory.pivots, static_cast<int>(matrix.columns_of_channel)});
+  finish_reduction(memory, matrix.channels, matrix.tile_channels, matrix.readers, out.workspace,
+                   MessageOutput<T>{out, memory.pivots, memory.first,
+                                    static_cast<int>(matrix.columns_of_channel)});
 }
 
 template <typename T, int kVector, bool kAligned>
@@ -362,7 +367,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 
   merge_warps(memory, state, pivot);
   finish_reduction(memory, planar.channels, blockDim.y, blockDim.x / kWarp, out.workspace,
-                   MessageOutput<T>{out, memory.pivots, /*pivot_stride=*/1});
+                   MessageOutput<T>{out, memory.pivots, memory.means, /*stride=*/1});
 }
 
 }  // namespace
