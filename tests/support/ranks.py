@@ -257,7 +257,7 @@ def _serve(
 
 
 def _only_of_syncbn(rule: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a filter by which warnings of other modules are no errors: torch's compiler has some."""
+    """Return a filter by which no warning of another module, such as torch, is an error."""
     action, message, category, module, line = rule
     return action, message, category, _SYNCBN if action == "error" else module, line
 
