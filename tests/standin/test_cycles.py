@@ -76,8 +76,9 @@ def cycles(tmp_path_factory):
         sizes = [ctypes.c_size_t(n) for n in (4096, 0, 0)]
         error = library.launch_ptx(name.encode(), blocks, threads, *sizes, arguments)
         assert error is None, error
-        (line,) = take_log()
-        return int(line.split()[1])
+        lines = [line.split() for line in take_log()]
+        (cycles,) = [int(line[1]) for line in lines if line[0] == "cycles"]
+        return cycles
 
     return measure
 
