@@ -3,11 +3,12 @@
 // A thread loads chunks of 8 or 16 vectors into registers and computes from each its mean, then its
 // squared deviations from the mean: as robust as Welford's method, without a division for each
 // value. Chunks, then threads, are merged exactly in float (csrc/common/moments.h has the formula);
-// blocks are added up in float64.
+// the columns of a channel, if there are several, and blocks are added up in float64.
 //
 // Floats cannot hold the mean of values far from zero. So all threads of a channel or column first
-// subtract one of its values, the pivot, and a merge of several means subtracts the first of them:
-// it rounds only small numbers. Values of 16 bits need no pivot: their own rounding is coarser.
+// subtract one of its values, the pivot; and before the merge they subtract the mean of the first
+// thread, so that the merge rounds only small numbers. Values of 16 bits need neither: their own
+// rounding is coarser.
 
 #include "../../common/message.h"
 #include "../../common/moments.h"
@@ -32,10 +33,6 @@ struct ChannelMoments {
     if (other.count == 0) {
       return;
     }
-    if (count == 0) {
-      *this = other;
-      return;
-    }
     const A total = count + other.count;
     const A share = other.count / total;
 #pragma unroll
@@ -49,159 +46,60 @@ struct ChannelMoments {
 template <typename T>
 constexpr bool kPivoted = std::is_same_v<T, compute_t<T>>;
 
-// The moments of some values of a channel. The mean is relative to the channel's pivot and the mean
-// of its first thread: a difference that a float holds.
-template <typename A>
-struct MomentsTerm : Moments<A> {
-  // First the means, then the deviations from the mean of all. A merge rounds only small numbers:
-  // differences from the first mean. No later term may have values if the first has none.
-  template <int kNumber>
-  __device__ __forceinline__ static MomentsTerm merge_all(const MomentsTerm (&terms)[kNumber]) {
-    MomentsTerm all;
-    A sum = 0;
+// Merges the moments of the threads of each group into the moments of its member 0, and adds to
+// `pivot` the mean that it subtracts from them. All threads of the block call it.
+template <bool kPivot, typename Memory, typename A, int kChannels>
+__device__ void merge_moments(Memory& memory, ChannelMoments<A, kChannels>& state,
+                              double (&pivot)[kChannels], int member, int members, int group,
+                              int groups) {
+  if constexpr (kPivot) {
+    // merge_members() does not write here: it writes the states of the other members.
+    if (member == 0) {
 #pragma unroll
-    for (const MomentsTerm& term : terms) {
-      all.count += term.count;
-      sum += term.count * (term.mean - terms[0].mean);
-    }
-    const A mean = all.count > 0 ? sum / all.count : 0;
-#pragma unroll
-    for (const MomentsTerm& term : terms) {
-      const A deviation = term.mean - terms[0].mean - mean;
-      all.m2 += term.m2 + term.count * deviation * deviation;
-    }
-    all.mean = terms[0].mean + mean;
-    return all;
-  }
-  __device__ __forceinline__ MomentsTerm shuffle_down(int lanes) const {
-    return {{__shfl_down_sync(kAllLanes, this->count, lanes),
-             __shfl_down_sync(kAllLanes, this->mean, lanes),
-             __shfl_down_sync(kAllLanes, this->m2, lanes)}};
-  }
-};
-
-template <typename T, int kVector>
-struct StatsMemory : ColumnMemory<MomentsTerm<compute_t<T>>, compute_t<T>, kVector> {
-  compute_t<T> counts[kMaxThreads];                                          // [member][vector]
-  alignas(16) compute_t<T> pivots[kPivoted<T> ? kVector * kMaxThreads : 1];  // [column]
-};
-
-template <typename T>
-struct PlanarStatsMemory : ReductionMemory<MomentsTerm<compute_t<T>>> {
-  compute_t<T> pivots[kMaxThreads / kWarp];  // [channel]
-  compute_t<T> means[kMaxThreads / kWarp];   // [channel], of the first thread
-};
-
-// Merges the moments of the block's threads to terms in memory. All threads of the block call it.
-template <typename T, int kVector, typename A>
-__device__ void merge_columns(StatsMemory<T, kVector>& memory, const Matrix& matrix,
-                              const ChannelMoments<A, kVector>& state, const A (&pivot)[kVector]) {
-  const int columns = blockDim.x * kVector;
-  const int column = matrix.tile_column<kVector>();
-  put_columns(memory.first + threadIdx.y * columns + column, state.mean);
-  put_columns(memory.second + threadIdx.y * columns + column, state.m2);
-  memory.counts[thread_index()] = state.count;
-  if (kPivoted<T> && threadIdx.y == 0) {
-    put_columns(memory.pivots + column, pivot);
-  }
-  StateWalk walk(matrix, columns);
-  __syncthreads();
-  const A channel_pivot =
-      kPivoted<T> && walk.is_reader() ? memory.pivots[walk.first_column()] : A{0};
-  const A channel_mean = walk.is_reader() ? memory.first[walk.first_column()] : A{0};
-  MomentsTerm<A> merged;
-  while (walk.has_state()) {
-    MomentsTerm<A> states[kStates];
-    A pivots[kStates] = {};
-#pragma unroll
-    for (int k = 0; k < kStates; ++k) {
-      if (walk.has_state()) {
-        states[k].count = memory.counts[walk.place() / kVector];
-        states[k].mean = memory.first[walk.place()];
-        states[k].m2 = memory.second[walk.place()];
-        if (kPivoted<T>) {
-          pivots[k] = memory.pivots[walk.column()];
-        }
-        walk.advance();
+      for (int c = 0; c < kChannels; ++c) {
+        memory.exchange[c][group] = state.mean[c];
       }
     }
+    __syncthreads();
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) {
-      if (states[k].count > 0) {
-        states[k].mean = (pivots[k] - channel_pivot) + (states[k].mean - channel_mean);
+    for (int c = 0; c < kChannels; ++c) {
+      const A first_mean = memory.exchange[c][group];
+      if (state.count > 0) {
+        state.mean[c] -= first_mean;
       }
+      pivot[c] += first_mean;
     }
-    merged.merge(MomentsTerm<A>::merge_all(states));
   }
-  if (walk.is_reader()) {
-    memory.terms[walk.term()] = merged;
-  }
+  merge_members(memory, state, member, members, group, groups);
 }
 
-// Merges the moments of each warp, whose threads have the same channel, to a term in memory. All
-// threads of the block call it.
-template <typename A, typename T>
-__device__ void merge_warps(PlanarStatsMemory<T>& memory, const ChannelMoments<A, 1>& state,
-                            A pivot) {
-  if (threadIdx.x == 0) {
-    memory.pivots[threadIdx.y] = pivot;
-    memory.means[threadIdx.y] = state.mean[0];
-  }
-  __syncthreads();
-  const A deviation = state.count > 0 ? state.mean[0] - memory.means[threadIdx.y] : A{0};
-  MomentsTerm<A> merged;
-  merged.count = add_up_warp(state.count);
-  const A sum = add_up_warp(state.count * deviation);
-  const A mean = merged.count > 0 ? sum / merged.count : 0;
-  const A from_mean = deviation - mean;
-  merged.m2 = add_up_warp(state.m2[0] + state.count * from_mean * from_mean);
-  merged.mean = mean;
-  if (threadIdx.x % kWarp == 0) {
-    memory.terms[thread_index() / kWarp] = merged;
-  }
+// Writes the moments of one of the block's terms as two sums of the message.
+template <typename Memory, typename A>
+__device__ void put_sums(Memory& memory, int term, double pivot, A count, A mean, A m2) {
+  const Sums sums = to_sums(
+      {static_cast<double>(count), pivot + static_cast<double>(mean), static_cast<double>(m2)});
+  memory.terms[term] = {sums.values, sums.squares};
 }
 
 struct Output {
   double* message;
-  int64_t channels;
   double count;
   Tail tail;
   Workspace workspace;
 };
 
-// Writes the message; the pivots and the first threads' means are of the tile's channels.
-template <typename T>
-struct MessageOutput {
-  using A = compute_t<T>;
-  const Output& out;
-  const A* pivots;
-  const A* means;
-  int stride;  // from a channel's pivot and mean to the next channel's
-
-  __device__ __forceinline__ TwoSums to_sums(int channel, const Moments<A>& moments) const {
-    const A pivot = kPivoted<T> ? pivots[channel * stride] : A{0};
-    const auto count = static_cast<double>(moments.count);
-    const double mean = static_cast<double>(pivot) + means[channel * stride] + moments.mean;
-    if constexpr (std::is_same_v<A, double>) {
-      const Sums sums = syncbn::to_sums({count, mean, moments.m2});
-      return {sums.values, sums.squares};
-    } else {
-      // If all values are one float, its product with a count has no rounding error: the division
-      // of to_sums() would return the same mean.
-      const double sum = rounded_product(count, mean);
-      return {sum, moments.m2 + rounded_product(sum, mean)};
-    }
-  }
-  struct Nothing {};
-  __device__ __forceinline__ Nothing load(int64_t /*channel*/) const { return {}; }
-  __device__ __forceinline__ void write(int64_t channel, Nothing, const TwoSums& sums) const {
-    out.message[channel] = sums.first;
-    out.message[out.channels + channel] = sums.second;
-    if (channel == 0) {
-      write_tail(out.message, out.channels, out.count, out.tail);
-    }
-  }
-};
+template <typename Memory>
+__device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_channels, int terms,
+                               const Output& out) {
+  finish_reduction(memory, channels, tile_channels, terms, out.workspace,
+                   [=](int64_t channel, const TwoSums& sums) {
+                     out.message[channel] = sums.first;
+                     out.message[channels + channel] = sums.second;
+                     if (channel == 0) {
+                       write_tail(out.message, channels, out.count, out.tail);
+                     }
+                   });
+}
 
 // A full chunk, as almost all are, needs no test for each vector.
 enum class Chunk { kFull, kPartial };
@@ -281,7 +179,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   using A = compute_t<T>;
   using State = ChannelMoments<A, kVector>;
   constexpr int kRows = rows_in_flight(sizeof(T) * kVector);
-  auto& memory = shared_memory<StatsMemory<T, kVector>>();
+  auto& memory = shared_memory<ReductionMemory<A, State>>();
 
   const int64_t column = matrix.column<kVector>();
   const int rows = column < matrix.columns ? matrix.num_rows() : 0;
@@ -317,10 +215,21 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     }
   }
 
-  merge_columns(memory, matrix, state, pivot);
-  finish_reduction(memory, matrix.channels, matrix.tile_channels, matrix.readers, out.workspace,
-                   MessageOutput<T>{out, memory.pivots, memory.first,
-                                    static_cast<int>(matrix.columns_of_channel)});
+  double full_pivot[kVector];
+#pragma unroll
+  for (int v = 0; v < kVector; ++v) {
+    full_pivot[v] = pivot[v];
+  }
+  merge_moments<kPivoted<T>>(memory, state, full_pivot, threadIdx.y, blockDim.y, threadIdx.x,
+                             blockDim.x);
+  if (threadIdx.y == 0) {
+#pragma unroll
+    for (int v = 0; v < kVector; ++v) {
+      put_sums(memory, matrix.tile_column<kVector>() + v, full_pivot[v], state.count, state.mean[v],
+               state.m2[v]);
+    }
+  }
+  finish_message(memory, matrix.channels, matrix.tile_channels, matrix.columns_of_channel, out);
 }
 
 template <typename T, int kVector, bool kAligned>
@@ -328,7 +237,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     stats_planar_kernel(Planar planar, const T* __restrict__ input, Output out) {
   using A = compute_t<T>;
   using State = ChannelMoments<A, 1>;
-  auto& memory = shared_memory<PlanarStatsMemory<T>>();
+  auto& memory = shared_memory<ReductionMemory<A, State>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int vectors = channel < planar.channels ? planar.num_vectors() : 0;
@@ -365,9 +274,13 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     }
   }
 
-  merge_warps(memory, state, pivot);
-  finish_reduction(memory, planar.channels, blockDim.y, blockDim.x / kWarp, out.workspace,
-                   MessageOutput<T>{out, memory.pivots, memory.means, /*stride=*/1});
+  double full_pivot[1] = {pivot};
+  merge_moments<kPivoted<T>>(memory, state, full_pivot, threadIdx.x, blockDim.x, threadIdx.y,
+                             blockDim.y);
+  if (threadIdx.x == 0) {
+    put_sums(memory, threadIdx.y, full_pivot[0], state.count, state.mean[0], state.m2[0]);
+  }
+  finish_message(memory, planar.channels, blockDim.y, /*terms=*/1, out);
 }
 
 }  // namespace
@@ -375,7 +288,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
                              Tail tail, Workspace workspace) {
   const auto count = static_cast<double>(plan.geometry.per_channel());
-  const Output out{message, plan.geometry.channels, count, tail, workspace};
+  const Output out{message, count, tail, workspace};
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
   dispatch_plan(
@@ -383,12 +296,15 @@ void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, 
       [&](auto type, auto vector) {
         using T = typename decltype(type)::type;
         constexpr int kVector = vector;
-        launch(stats_matrix_kernel<T, kVector>, grid, block, sizeof(StatsMemory<T, kVector>),
+        using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, kVector>>;
+        launch(stats_matrix_kernel<T, kVector>, grid, block, sizeof(Memory),
                static_cast<cudaStream_t>(stream), Matrix(plan), static_cast<const T*>(input), out);
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
-        launch(stats_planar_kernel<T, vector, aligned>, grid, block, sizeof(PlanarStatsMemory<T>),
+        constexpr int kVector = vector;
+        using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, 1>>;
+        launch(stats_planar_kernel<T, kVector, aligned>, grid, block, sizeof(Memory),
                static_cast<cudaStream_t>(stream), Planar(plan, input), static_cast<const T*>(input),
                out);
       });

@@ -47,11 +47,11 @@ SYNCBN_HOST_DEVICE constexpr int rows_in_flight(int vector_bytes) {
 // All kernels have the same number, so that a kernel reads the previous kernel's segments.
 constexpr int kBlocks = 2;
 
-// States, terms or partial sums that a thread merges at once.
-constexpr int kStates = 8;
+// Pairs of partial sums in flight of a thread.
+constexpr int kPartialLoads = 8;
 
-// The maximum number of a block's columns.
-constexpr int kMaxColumns = 512;
+// The maximum number of a block's columns: the terms of its channels' sums.
+constexpr int kMaxTerms = 512;
 
 // The maximum number of a block's values of a channel or column: a float counts them exactly, and
 // 32 bits index them.
@@ -71,26 +71,19 @@ struct Plan {
   int64_t splits;   // gridDim.y
   int64_t segment;  // rows (matrix) or vectors (planar) of a block
 
-  // The number of threads that merge the states of one channel of a matrix, about kStates each.
-  int num_readers() const {
-    const int64_t states = block_y * geometry.inner;
-    return static_cast<int>(std::min(ceil_div(states, kStates), block_x * block_y / tile_channels));
-  }
   // Two sums for each channel and block; none if one block has all values.
   int64_t num_partials() const { return splits == 1 ? 0 : 2 * splits * geometry.channels; }
   int64_t num_counters() const { return splits == 1 ? 0 : tiles; }
 };
 
-// The logarithm of the number of a block's threads that merge `number` terms of each of `channels`
-// channels: threads of one warp, enough to have all loads in flight at once, if complete warps have
-// so many threads.
-SYNCBN_HOST_DEVICE inline int log_mergers(int threads, int channels, int number) {
-  const int in_warps = threads / kWarp * kWarp;
-  int log = 0;
-  while (kStates << log < number && (channels << log) <= in_warps / 2 && 1 << log < kWarp) {
-    ++log;
+// Returns how many of a block's threads reduce `number` sums of each of `channels` channels: a
+// power of two, large enough to have all loads in flight at once, if there are so many threads.
+SYNCBN_HOST_DEVICE inline int num_reducing_threads(int threads, int channels, int number) {
+  int reducing = 1;
+  while (kPartialLoads * reducing < number && 2 * reducing * channels <= threads) {
+    reducing *= 2;
   }
-  return log;
+  return reducing;
 }
 
 namespace detail {
@@ -172,7 +165,7 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
     lay_out(plan.block_x / 2);
   }
   // Tiles become wider while threads have no rows and each resident block has a tile.
-  while (plan.geometry.outer < plan.block_y && 2 * plan.block_x * plan.vector <= kMaxColumns &&
+  while (plan.geometry.outer < plan.block_y && 2 * plan.block_x * plan.vector <= kMaxTerms &&
          2 * plan.tile_channels <= kMaxThreads && plan.tiles >= 2 * resident) {
     lay_out(2 * plan.block_x);
   }
@@ -181,7 +174,7 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
 // Returns whether the columns of a tile can be the values of a few small planes.
 inline bool are_columns(const Geometry& geometry, int widest, int alignment) {
   const int64_t columns = channels_of_vectors(geometry.inner, widest) * geometry.inner;
-  return columns <= kMaxColumns && geometry.channels * geometry.inner % widest == 0 &&
+  return columns <= kMaxTerms && geometry.channels * geometry.inner % widest == 0 &&
          alignment % kVectorBytes == 0;
 }
 
