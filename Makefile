@@ -109,8 +109,8 @@ test $(FOLDERS:%=test-%) standin-%: export OMP_WAIT_POLICY := PASSIVE
 $(FOLDERS:%=test-%): test-%: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/pytest tests/$*
 
-# Two devices whose work comes as late as it may find what all other modes find, and the bounds of each
-# tensor what is outside of it: docs/standin.md. The newest torch runs the part in which versions differ.
+# Late work on two devices shows the mistakes that other modes show, but no access outside of a tensor:
+# operators run without torch's cache for that (docs/standin.md). The newest torch runs standin-core.
 STANDIN := $(BIN)/python tests/standin/run.py $(BIN)/pytest
 STANDIN_PARTS := late own operators
 .PHONY: $(STANDIN_PARTS:%=standin-%) standin-build standin-core

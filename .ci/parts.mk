@@ -8,7 +8,7 @@ BUILT := WHEEL="$$(echo dist/syncbn-*.whl)"
 .PHONY: all built oldest newest again
 all: oldest newest again
 
-# And the tools, while compilers wait for each other.
+# The wheel, and the environment of the tools.
 built: export CPPFLAGS := -Werror
 built: export NVCC_APPEND_FLAGS := -Werror=all-warnings -Xcompiler=-Werror
 built:

@@ -6,8 +6,8 @@ CYCLES_BANDWIDTH (bytes of a multiprocessor in a cycle) of the GPU::
 
     python tests/standin/run.py python -m benchmarks.cuda_cycles
 
-**It is a model.** ``tests/standin/kernels/cycles.h`` says what it knows. It knows nothing of ptxas,
-of registers, and of other multiprocessors but their share of the bandwidth.
+**It is a model.** ``tests/standin/kernels/cycles.h`` has its rules. The model ignores ptxas and
+registers. Other multiprocessors only take their share of the bandwidth.
 """
 
 import argparse
@@ -37,7 +37,7 @@ TENSORS = {"stats": 1, "apply": 2, "backward_reduce": 2, "backward_apply": 3}
 
 
 def take_log() -> list[str]:
-    """Return what the stand-in's runtime wrote since the last call."""
+    """Return the new lines of the stand-in's log."""
     runtime = ctypes.CDLL(None)
     runtime.standin_take_log.restype = ctypes.c_char_p
     log: bytes = runtime.standin_take_log()

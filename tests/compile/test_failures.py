@@ -237,7 +237,7 @@ def test_rank_that_breaks_its_graph_aborts(compiling_ranks):
     assert "another rank of the process group aborted" in other.message
 
 
-# torch's own: it looks at the gradients of what is no leaf.
+# Dynamo reads gradients of tensors that are no leaves: torch warns of it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_numpy_numbers_run_uncompiled():
     eager = SyncBatchNorm(3, eps=np.float64(1e-5), momentum=np.float64(0.1))

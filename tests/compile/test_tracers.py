@@ -166,7 +166,7 @@ def test_in_a_group(compiling_ranks, trace):
     compiling_ranks.run(compare, trace, {})
 
 
-# torch's own: it looks at the gradients of what is no leaf.
+# Dynamo reads gradients of tensors that are no leaves: torch warns of it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiled_autograd():
     """It traces the backward pass of an eager layer."""

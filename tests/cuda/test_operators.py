@@ -33,7 +33,7 @@ LARGE_SHAPES = [
     (4099, 48),
 ]
 SPLIT_SHAPES = [(64, 4, 56, 56), (4099, 48), (8, 300, 7, 7)]
-# Blocks of the stand-in keep their order: what a first call leaves behind shows in the second.
+# The stand-in always runs blocks in one order: a second call shows state that the first one left.
 ATTEMPTS = 2 if IS_STANDIN else 20
 SLEEP_CYCLES = 50_000_000  # about 30 ms: the host launches operators that should run at once
 

@@ -19,7 +19,7 @@ from support.ranks import Failure, Ranks
 
 from syncbn import SyncBatchNorm
 
-# torch's own: dynamo makes a Function, and looks at the gradients of what is no leaf.
+# Dynamo makes a Function and reads gradients of tensors that are no leaves: torch warns of both.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),

@@ -1,4 +1,4 @@
-"""Process groups that torch.distributed.new_group has not made, and what a rank sends in any."""
+"""Groups not made by torch.distributed.new_group, and a record of the messages of a rank."""
 
 import contextlib
 from unittest import mock

@@ -7,15 +7,14 @@ from support.ptx import Kernel
 # Some kernels: recording all of them would take g++ minutes.
 MODELED = re.compile(r"bfloat16Li[81]E(?!.*(Silu|Piecewise))")
 
-UNITS = [  # the first that matches an opcode
-    (r"mov\.|cvta\.|ld\.param|cvt\.[su]\d+\.[su]\d+$", "None"),
+UNITS = [  # the first that matches an opcode; machine code has no such moves and parameters
+    (r"mov\.|cvta\.|ld\.param|cvt\.[su]\d+\.[su]\d+$", None),
     (r"ld\.shared", "SharedLoad"),
     (r"st\.shared", "SharedStore"),
     (r"ld\.global", "GlobalLoad"),
     (r"st\.global", "GlobalStore"),
     (r"bar\.|barrier\.", "Barrier"),
     (r"membar|fence|atom", "Signal"),
-    (r"shfl", "Shuffle"),
     (r"bra|ret", "Branch"),
     (r"cvt.*f64", "ConvertDouble"),
     (r"(div|rcp|sqrt)\.rn\.f64", "DivideDouble"),
@@ -55,7 +54,7 @@ class RecordedKernel(Kernel):
                 condition = f"{'!' * guard.count('!')}{self.register(guard.lstrip('!'))}"
                 address = f"{condition} ? {address} : 0"
             address = f", {address}"
-        if unit != "None":
+        if unit is not None:
             self.lines.append(f"  step({len(self.program)}{address});")
             self.program.append(f"{{Unit::k{unit}, {num_bytes}, {{{inputs}}}, {{{results}}}}}")
         super().add_instruction(guard, opcode, operands)

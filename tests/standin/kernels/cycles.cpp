@@ -33,8 +33,6 @@ struct Cost {
 
 Cost cost_of(Unit unit) {
   switch (unit) {
-    case Unit::kNone:
-      return {0, 0};
     case Unit::kWideInteger:
       return {2, 6};
     case Unit::kDouble:
@@ -51,8 +49,6 @@ Cost cost_of(Unit unit) {
       return {40, 540};
     case Unit::kBranch:
       return {1, 8};
-    case Unit::kShuffle:
-      return {2, 24};
     case Unit::kSignal:
       return {1, 500};
     default:
@@ -166,7 +162,7 @@ struct Warp {
         time = std::max(time, ready[number]);
       }
     }
-    return instruction.unit == Unit::kNone ? time : std::max(time, schedulers[scheduler]);
+    return std::max(time, schedulers[scheduler]);
   }
 };
 
@@ -239,10 +235,8 @@ class Multiprocessor {
     const Unit unit = step.instruction->unit;
     const Cost cost = cost_of(unit);
     double done = time + cost.latency;
-    if (unit != Unit::kNone) {
-      schedulers_[warp.scheduler] = time + cost.issue;
-      warp.next = time + 1;
-    }
+    schedulers_[warp.scheduler] = time + cost.issue;
+    warp.next = time + 1;
     if (is_shared(unit)) {
       shared_free_ = std::max(shared_free_, time) + step.turns;
       done = shared_free_ + (unit == Unit::kSharedLoad ? kSharedMemory : 0);

@@ -18,7 +18,6 @@
 namespace syncbn::emulation::ptx {
 
 enum class Unit : uint8_t {
-  kNone,  // moves and parameters, which machine code does not have
   kInteger,
   kWideInteger,
   kFloat,
@@ -29,7 +28,6 @@ enum class Unit : uint8_t {
   kDivideFloat,
   kDivideDouble,
   kBranch,
-  kShuffle,
   kBarrier,
   kSignal,  // fences and atomic operations
   kSharedLoad,
