@@ -31,9 +31,9 @@ def hang_on_one(rank, world_size):
             time.sleep(0.1)
 
 
-def warn_on_one(rank, world_size):
+def warn_on_one(rank, world_size, module):
     if rank == 1:
-        warnings.warn("the words of a warning", stacklevel=1)
+        warnings.warn_explicit("the words of a warning", UserWarning, "file.py", 1, module=module)
 
 
 def die_on_one(rank, world_size):
@@ -61,12 +61,16 @@ def test_failure_names_the_rank_and_shows_its_traceback():
         ranks.run(fail_on_one)
 
 
-def test_warning_on_a_rank_is_an_error_unless_the_test_ignores_it(two_ranks):
+def test_warning_of_syncbn_on_a_rank_is_an_error_unless_the_test_ignores_it(two_ranks):
     with pytest.raises(RankError, match="rank 1: Traceback(?s:.*)UserWarning: the words"):
-        two_ranks.run(warn_on_one)
+        two_ranks.run(warn_on_one, "syncbn.modules")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert two_ranks.run(warn_on_one) == [None, None]
+        assert two_ranks.run(warn_on_one, "syncbn.modules") == [None, None]
+
+
+def test_warning_of_torch_on_a_rank_is_no_error(two_ranks):
+    assert two_ranks.run(warn_on_one, "torch.compiler") == [None, None]
 
 
 def test_set_is_usable_after_a_failure():
