@@ -23,12 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import convert_sync_batchnorm
 
-# torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
-
 
 def layers_of_several_groups(rank, world_size):
     backend = Backend("aot_eager")

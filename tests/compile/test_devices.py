@@ -16,12 +16,6 @@ from syncbn.distributed.layer_id import GRAPH_INPUT_TYPE
 
 DEVICES = [{"cuda"}, {"cpu", "cuda"}] if GRAPH_INPUT_TYPE == "Tensor" else [{"cuda"}]
 
-# torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
-
 
 def devices_by_node(graph):
     """The devices of the tensors that each call of ours takes and makes."""

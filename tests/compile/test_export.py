@@ -83,8 +83,6 @@ def test_convolution_fuses_with_the_layer(revert):
     assert_fused(fused(batch()), expected)
 
 
-# torch's own: the module scripts functions, which 2.11 deprecates.
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 @pytest.mark.works("torch.fx.experimental.optimization.fuse, after revert_sync_batchnorm")
 def test_fx_fuses_after_revert():
     from torch.fx.experimental import optimization

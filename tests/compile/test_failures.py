@@ -13,12 +13,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 
-# torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
-
 
 def compiled(model):
     torch._dynamo.reset()

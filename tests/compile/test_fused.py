@@ -7,11 +7,6 @@ from torch import nn
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, fuse_activations
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
-
 FUSED = [(a, r) for a in ACTIVATIONS for r in (False, True) if a is not None or r]
 fused = pytest.mark.parametrize(("activation", "with_residual"), FUSED)
 

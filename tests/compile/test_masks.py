@@ -9,12 +9,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from syncbn import SyncBatchNorm, sync_batch_norm
 
-# torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
-
 
 def spoiled(tensor, mask):
     return None if tensor is None else torch.where(mask.unsqueeze(1), tensor, torch.nan)

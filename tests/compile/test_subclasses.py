@@ -10,12 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
-# torch's own: inductor on 2.11 imports modules that script functions; dynamo makes a Function.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
-
 
 def compare(rank, world_size, name):
     backend = Backend(name)

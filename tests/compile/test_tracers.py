@@ -16,8 +16,6 @@ from syncbn import SyncBatchNorm
 pytestmark = [
     # torch's own: 2.11 copies its tree specifications through a deprecated class.
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:`torch.jit.script"),
     # A strict export in a group tells that the protocol between ranks has noted the pass.
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects"),
 ]

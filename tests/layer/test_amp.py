@@ -30,8 +30,6 @@ def dtypes(model, x, run, autocast_dtype):
     return [*found, *(buffer.dtype for buffer in model.buffers())], y.detach()
 
 
-# torch's own: dynamo makes a Function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.works("torch.autocast on CPUs: the dtypes of torch's layer")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])

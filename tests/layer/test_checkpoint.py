@@ -15,9 +15,6 @@ from torch.utils.checkpoint import (
 
 from syncbn import SyncBatchNorm
 
-# torch's own: dynamo makes a Function.
-pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-
 
 def block():
     torch.manual_seed(0)

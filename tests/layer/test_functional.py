@@ -214,11 +214,8 @@ def forward_derivative(f, x):
 
 
 TRANSFORMS = list(transforms(None))
-# torch's own: entering forward mode scripts decompositions.
-scripting = pytest.mark.filterwarnings("ignore:`torch.jit.script")
 
 
-@scripting
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_training_say_what_to_do_instead(name):
     torch._dynamo.reset()
@@ -239,7 +236,6 @@ def test_trace_of_training_says_what_to_do_instead():
     assert layer.num_batches_tracked.item() == 0
 
 
-@scripting
 @pytest.mark.works("torch.func transforms in evaluation: grad, vmap, jvp, vjp, jacrev")
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_transforms_of_evaluation_are_torchs(name):

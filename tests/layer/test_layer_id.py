@@ -3,7 +3,6 @@
 import copy
 import gc
 
-import pytest
 import torch
 from torch import nn
 
@@ -43,8 +42,6 @@ def test_names_in_graphs_have_one_key_each():
     assert identity_named("") is ANONYMOUS and ANONYMOUS.key == ANONYMOUS.number == 0
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_a_compiled_graph_runs_its_backward_pass_after_its_layer_was_deleted():
     layer = SyncBatchNorm(3)
     x = torch.rand(4, 3, requires_grad=True)

@@ -47,8 +47,6 @@ def test_output_of_the_layer(dim, training):
         assert layer(x).stride() == F.batch_norm(x, None, None, training=True).stride()
 
 
-# torch's own: dynamo makes a Function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_output_of_a_compiled_layer():
     """Uses of the output, such as a view, work as in evaluation."""
     torch._dynamo.reset()

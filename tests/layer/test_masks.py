@@ -136,8 +136,6 @@ def test_a_mask_of_nothing_is_an_empty_batch(momentum):
     assert all(torch.equal(a, b) for a, b in zip(before.values(), layer.state_dict().values()))  # noqa: B905
 
 
-# torch's own: dynamo makes a Function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_mask_of_one_place_is_an_error_on_cpus(compile):
     """On CUDA the host does not know how many places it has."""

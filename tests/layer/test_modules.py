@@ -297,8 +297,6 @@ def test_eps_of_zero(track, training):
     torch.testing.assert_close(layer(x), expected, rtol=1e-6, atol=1e-6)
 
 
-# torch's own: dynamo makes a Function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("when", [0, 1])
 def test_cumulative_average_with_a_bad_batch_is_torchs(when, compile):
@@ -345,8 +343,6 @@ def test_batch_counter_of_any_dtype(dtype, momentum):
     assert torch.equal(layer.running_var, expected.running_var)
 
 
-# torch's own: dynamo makes a Function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("compile", [False, True])
 def test_gradients_of_weight_and_bias_have_their_own_dtypes(compile):
     """A sum of 70,000, which float16 does not hold, in a float32 bias beside a float16 weight."""

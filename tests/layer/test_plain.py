@@ -295,8 +295,6 @@ def without_float64(rank, world_size, case):
         return str(error.value), evaluated, layer.eval()(x).detach()
 
 
-# torch's own: dynamo makes a Function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("case", ["plain", "activation", "mask", "compiled"])
 @pytest.mark.trouble(
     "“expected a device with float64”",

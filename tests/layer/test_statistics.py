@@ -355,8 +355,6 @@ def test_fused_models():
     assert_as(fused, model)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_compiled_models_run_as_they_are():
     model, batches = make_model(), make_batches()
     compiled = torch.compile(copy.deepcopy(model), backend="eager")

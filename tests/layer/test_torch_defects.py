@@ -138,8 +138,6 @@ def compile_whole(rank, world_size):
     return torch.isfinite(x.grad).all().item()
 
 
-# torch's own: dynamo makes a Function.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_161302_no_graph_break(two_ranks):
     assert two_ranks.run(compile_whole) == [True, True]
 

@@ -272,8 +272,6 @@ def test_torch_without_a_name_ends_the_import_with_words(name):
     assert name in last and last.endswith("Upgrade syncbn, or install an earlier torch")
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script")
 def test_compiled_code_runs_as_it_is():
     calls = []
 

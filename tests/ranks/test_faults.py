@@ -19,11 +19,8 @@ from support.ranks import Failure, Ranks
 
 from syncbn import SyncBatchNorm
 
-# Dynamo makes a Function and reads gradients of tensors that are no leaves: torch warns of both.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
-]
+# Dynamo reads gradients of tensors that are no leaves: torch warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 BUFFERS = ("running_mean", "running_var")
 
