@@ -32,7 +32,7 @@ ReduceResults batch_norm_backward_reduce(const BackwardArguments& a) {
   const void* dy = a.grad_output.const_data_ptr();
   const void* x = input.const_data_ptr();
   const Plan plan =
-      make_plan(geometry, to_dtype(input.scalar_type()),
+      make_plan(kReduction, geometry, to_dtype(input.scalar_type()),
                 {dy, x, epilogue.residual, epilogue.output, epilogue.dz}, device.multiprocessors());
   std::vector<Tensor> keep_alive;
   launch_batch_norm_backward_reduce(

@@ -18,7 +18,7 @@ StatsResults batch_norm_stats(const ForwardArguments& a) {
   Tensor message = allocate_vector(size, ScalarType::Double, input);
   const void* x = input.const_data_ptr();
   const Plan plan =
-      make_plan(geometry, to_dtype(input.scalar_type()), {x}, device.multiprocessors());
+      make_plan(kReduction, geometry, to_dtype(input.scalar_type()), {x}, device.multiprocessors());
   std::vector<Tensor> keep_alive;
   launch_batch_norm_stats(plan, device.stream(), x,
                           static_cast<double*>(message.mutable_data_ptr()), tail,

@@ -27,12 +27,13 @@ struct Call {
 
 namespace {
 
-Plan plan_of(const Call& call, std::initializer_list<const void*> pointers) {
+Plan plan_of(const Call& call, const KernelKind& kind,
+             std::initializer_list<const void*> pointers) {
   const auto geometry = find_geometry(call.sizes, call.strides, call.dim);
   if (!geometry.has_value()) {
     throw std::runtime_error("neither contiguous nor channels-last");
   }
-  return make_plan(*geometry, call.dtype, pointers, call.multiprocessors);
+  return make_plan(kind, *geometry, call.dtype, pointers, call.multiprocessors);
 }
 
 template <typename Function>
@@ -70,10 +71,10 @@ void with_workspace(const Plan& plan, const Function& function) {
 
 extern "C" {
 
-// The plan for three tensors like the input.
+// The plan of a reduction for three tensors like the input.
 const char* plan(const Call* call, const void* a, const void* b, const void* c, int64_t* fields) {
   return run(*call, [&] {
-    const Plan plan = plan_of(*call, {a, b, c});
+    const Plan plan = plan_of(*call, kReduction, {a, b, c});
     const int64_t values[] = {
         plan.is_matrix, plan.vector,  plan.aligned,
         plan.block_x,   plan.block_y, plan.tiles,
@@ -85,7 +86,7 @@ const char* plan(const Call* call, const void* a, const void* b, const void* c, 
 const char* batch_norm_stats(const Call* call, const void* input, double* message,
                              const Tail* tail) {
   return run(*call, [&] {
-    const Plan plan = plan_of(*call, {input});
+    const Plan plan = plan_of(*call, kReduction, {input});
     with_workspace(plan, [&](Workspace workspace) {
       launch_batch_norm_stats(plan, nullptr, input, message, *tail, workspace);
     });
@@ -101,9 +102,9 @@ const char* batch_norm_apply(const Call* call, const void* input, const double* 
   return run(*call, [&] {
     const RunningStatistics running{*running_mean, *running_var, num_batches_tracked, cumulative,
                                     momentum};
-    launch_batch_norm_apply(plan_of(*call, {input, epilogue->residual, output}), nullptr, input,
-                            totals, *verifier, *weight, *bias, running, eps, output, mean, invstd,
-                            count, *epilogue);
+    launch_batch_norm_apply(plan_of(*call, kElementwise, {input, epilogue->residual, output}),
+                            nullptr, input, totals, *verifier, *weight, *bias, running, eps, output,
+                            mean, invstd, count, *epilogue);
   });
 }
 
@@ -114,7 +115,8 @@ const char* batch_norm_backward_reduce(const Call* call, const void* grad_output
                                        const EpilogueGradient* epilogue) {
   return run(*call, [&] {
     const Plan plan =
-        plan_of(*call, {grad_output, input, epilogue->residual, epilogue->output, epilogue->dz});
+        plan_of(*call, kReduction,
+                {grad_output, input, epilogue->residual, epilogue->output, epilogue->dz});
     with_workspace(plan, [&](Workspace workspace) {
       launch_batch_norm_backward_reduce(plan, nullptr, grad_output, input, mean, invstd, sums,
                                         *tail, *grad_weight, *grad_bias, workspace, *epilogue);
@@ -128,9 +130,9 @@ const char* batch_norm_backward_apply(const Call* call, const void* grad_output,
                                       const double* count, void* grad_input,
                                       const Verifier* verifier, const EpilogueGradient* epilogue) {
   return run(*call, [&] {
-    launch_batch_norm_backward_apply(plan_of(*call, {grad_output, input, grad_input}), nullptr,
-                                     grad_output, input, mean, invstd, *weight, sums, *verifier,
-                                     count, grad_input, *epilogue);
+    launch_batch_norm_backward_apply(plan_of(*call, kElementwise, {grad_output, input, grad_input}),
+                                     nullptr, grad_output, input, mean, invstd, *weight, sums,
+                                     *verifier, count, grad_input, *epilogue);
   });
 }
 

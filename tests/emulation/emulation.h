@@ -50,11 +50,6 @@ inline void __syncthreads() {
 
 namespace syncbn::emulation {
 
-inline unsigned lane() {
-  const uint3& index = Block::current_thread->index;
-  return (index.x + blockDim.x * (index.y + blockDim.y * index.z)) % kWarpSize;
-}
-
 // Offers `value` to the warp and returns the value of the lane `source(own lane)`, if it is in the
 // own section of `width` lanes, or the own value.
 template <typename T, typename Source>

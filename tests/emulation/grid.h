@@ -321,6 +321,12 @@ class Block {
   std::vector<unsigned char> shared_;
 };
 
+// The running thread's number in its warp.
+inline unsigned lane() {
+  const uint3& index = Block::current_thread->index;
+  return (index.x + blockDim.x * (index.y + blockDim.y * index.z)) % kWarpSize;
+}
+
 inline void check_launch(size_t shared_bytes) {
   const uint64_t num_threads = uint64_t{blockDim.x} * blockDim.y * blockDim.z;
   if (num_threads == 0 || num_threads > kMaxThreads || blockDim.z > 64) {

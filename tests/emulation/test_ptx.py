@@ -81,6 +81,24 @@ CORRECT = {
         st.global.u64 [%rd10], %rd12;
         ret;""".replace("0x", str(2**32 * 5 + 7)),
     ),
+    # A lane of the warp, then of sections of eight lanes: 6175 is 24 in bits 8 to 12, and 31.
+    "shuffles": (
+        1,
+        FIRST_IN_BLOCK
+        + OWN_OFFSET
+        + """
+        shfl.sync.bfly.b32 %r5|%p1, %r0, 5, 31, -1;
+        shfl.sync.down.b32 %r6|%p2, %r0, 3, 6175, -1;
+        shfl.sync.idx.b32 %r7|%p3, %r0, 2, 6175, -1;
+        mov.b64 %rd11, {%r5, %r6};
+        mul.wide.u32 %rd12, %r7, 65536;
+        add.s64 %rd11, %rd11, %rd12;
+        @%p2 add.s64 %rd11, %rd11, 256;
+        @!%p1 mov.u64 %rd11, 0;
+        @!%p3 mov.u64 %rd11, 0;
+        st.global.u64 [%rd10], %rd11;
+        ret;""",
+    ),
     "read_own": (2, STORE_SIGNAL_READ),
     # 16 bytes through all elements of a vector.
     "vectors": (
@@ -213,6 +231,16 @@ def test_halves_of_a_register(launch):
     assert memory.tolist() == [7 * 2**32 + 5 + (i << 16) for i in range(3)]
 
 
+def test_shuffles(launch):
+    memory = np.zeros(64, dtype=np.uint64)
+    assert launch("shuffles", 64, [memory]) is None
+    for thread, result in enumerate(memory.tolist()):
+        of_section = thread // 8 * 8 + 2
+        is_inside = thread % 8 + 3 < 8
+        down = thread + 3 if is_inside else thread
+        assert result == (down << 32) + (of_section << 16) + (is_inside << 8) + (thread ^ 5)
+
+
 def test_vectors(launch):
     source = np.zeros(8, dtype=np.uint32)
     source[:4] = [1, 2, 3, 4]
@@ -238,6 +266,7 @@ UNKNOWN = [
     "mov.f32 %f1, 1;",
     "mov.b16 {%rs1, %rs2}, %r1;",
     "shfl.sync.down.b32 %r1, %r1, 1, 31, -1;",
+    "shfl.sync.up.b32 %r1|%p1, %r1, 1, 0, -1;",
     "call stranger;",
     ".local .b8 depot[4];",
     "ret",

@@ -252,6 +252,8 @@ class Kernel:
             statement = "return;"
         elif opcode in ("bar.sync", "barrier.sync") and operands == ["0"]:
             statement = "barrier();"
+        elif opcode in ("shfl.sync.bfly.b32", "shfl.sync.down.b32", "shfl.sync.idx.b32"):
+            statement = self._shuffle(opcode.split(".")[2], operands)
         elif opcode in ("membar.gl", "fence.acq_rel.gpu"):
             statement = "fence();"
         elif opcode in ("atom.global.inc.u32", "atom.relaxed.gpu.global.inc.u32"):
@@ -288,6 +290,15 @@ class Kernel:
         puts = [f"put({self.register(name)}, v.values[{i}]);" for i, name in enumerate(names)]
         coherence = "_noncoherent" if cache == ".nc" else ""
         return f"{{ const auto v = load{coherence}_{function}({address}); {' '.join(puts)} }}"
+
+    def _shuffle(self, mode: str, operands: list[str]) -> str | None:
+        results, *inputs = operands
+        if "|" not in results or len(inputs) != 4:
+            return None
+        value, valid = (self.register(name) for name in results.split("|"))
+        values = ", ".join(self.operand(name, "u32") for name in inputs)
+        call = f"const auto s = shuffle_{mode}({values});"
+        return f"{{ {call} put({value}, s.bits); {valid} = s.valid; }}"
 
     def _halves(self, opcode: str, operands: list[str]) -> str | None:
         """Return the statement of a move between a register and two of half its width."""

@@ -34,6 +34,53 @@ struct GradSums {
   }
 };
 
+template <typename A, int kVector>
+using GradMemory = ColumnMemory<TwoSums, A, kVector>;
+
+// Merges the sums of the block's threads to terms in memory. All threads of the block call it.
+template <typename A, int kVector>
+__device__ void merge_columns(GradMemory<A, kVector>& memory, const Matrix& matrix,
+                              const GradSums<A, kVector>& state) {
+  const int columns = blockDim.x * kVector;
+  const int place = threadIdx.y * columns + matrix.tile_column<kVector>();
+  put_columns(memory.first + place, state.dz);
+  put_columns(memory.second + place, state.dz_deviation);
+  StateWalk walk(matrix, columns);
+  __syncthreads();
+  A dz = 0;
+  A dz_deviation = 0;
+  while (walk.has_state()) {
+    A first[kStates] = {};
+    A second[kStates] = {};
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) {
+      if (walk.has_state()) {
+        first[k] = memory.first[walk.place()];
+        second[k] = memory.second[walk.place()];
+        walk.advance();
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) {
+      dz += first[k];
+      dz_deviation += second[k];
+    }
+  }
+  if (walk.is_reader()) {
+    memory.terms[walk.term()] = {dz, dz_deviation};
+  }
+}
+
+// The same for the sums of each warp, whose threads have the same channel.
+template <typename A>
+__device__ void merge_warps(ReductionMemory<TwoSums>& memory, const GradSums<A, 1>& state) {
+  const A dz = add_up_warp(state.dz[0]);
+  const A dz_deviation = add_up_warp(state.dz_deviation[0]);
+  if (threadIdx.x % kWarp == 0) {
+    memory.terms[thread_index() / kWarp] = {dz, dz_deviation};
+  }
+}
+
 struct GradOutputs {
   const double* mean;
   const double* invstd;
@@ -45,24 +92,36 @@ struct GradOutputs {
   Workspace workspace;
 };
 
-template <typename A, typename Memory>
-__device__ void finish_sums(Memory& memory, int64_t channels, int64_t tile_channels, int terms,
-                            const GradOutputs& out) {
-  finish_reduction(memory, channels, tile_channels, terms, out.workspace,
-                   [&](int64_t channel, const TwoSums& sums) {
-                     const auto& [dz, dz_deviation] = sums;
-                     const double center = static_cast<A>(out.mean[channel]);
-                     const double dz_xhat =
-                         (dz_deviation - (out.mean[channel] - center) * dz) * out.invstd[channel];
-                     out.sums[channel] = dz;
-                     out.sums[channels + channel] = dz_xhat;
-                     if (channel == 0 && out.tail.present) {
-                       write_tail(out.sums, channels, /*count=*/0, out.tail);
-                     }
-                     store_channel(out.grad_weight, channel, dz_xhat);
-                     store_channel(out.grad_bias, channel, dz);
-                   });
-}
+// Writes the sums; A is the type of the threads' sums.
+template <typename A>
+struct SumsOutput {
+  const GradOutputs& out;
+  int64_t channels;
+
+  struct Loaded {
+    double mean;
+    double invstd;
+  };
+  __device__ __forceinline__ TwoSums to_sums(int /*channel*/, const TwoSums& sums) const {
+    return sums;
+  }
+  __device__ __forceinline__ Loaded load(int64_t channel) const {
+    return {out.mean[channel], out.invstd[channel]};
+  }
+  __device__ __forceinline__ void write(int64_t channel, const Loaded& loaded,
+                                        const TwoSums& sums) const {
+    const auto& [dz, dz_deviation] = sums;
+    const double center = static_cast<A>(loaded.mean);
+    const double dz_xhat = (dz_deviation - (loaded.mean - center) * dz) * loaded.invstd;
+    out.sums[channel] = dz;
+    out.sums[channels + channel] = dz_xhat;
+    if (channel == 0 && out.tail.present) {
+      write_tail(out.sums, channels, /*count=*/0, out.tail);
+    }
+    store_channel(out.grad_weight, channel, dz_xhat);
+    store_channel(out.grad_bias, channel, dz);
+  }
+};
 
 // The constants of a channel, loaded but not converted: a thread waits for them in get().
 template <typename Formula>
@@ -84,14 +143,15 @@ struct LoadedConstants {
 };
 
 template <typename T, int kVector, typename Formula>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
     backward_reduce_matrix_kernel(Matrix matrix, Tensors<T, Formula::kInputs> tensors,
                                   GradOutputs out, Formula formula) {
   using A = compute_t<T>;
   using State = GradSums<A, kVector>;
   constexpr int kInputs = Formula::kInputs;
-  constexpr int kSteps = steps_in_flight<Formula, A>(rows_in_flight(sizeof(T) * kVector));
-  auto& memory = shared_memory<ReductionMemory<A, State>>();
+  constexpr int kSteps =
+      steps_in_flight<Formula, A>(rows_in_flight(kReduction, sizeof(T) * kVector));
+  auto& memory = shared_memory<GradMemory<A, kVector>>();
 
   const int64_t column = matrix.column<kVector>();
   const int rows = column < matrix.columns ? matrix.num_rows() : 0;
@@ -158,25 +218,20 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     load_rows();
   }
 
-  merge_members(memory, state, threadIdx.y, blockDim.y, threadIdx.x, blockDim.x);
-  if (threadIdx.y == 0) {
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      memory.terms[matrix.tile_column<kVector>() + v] = {state.dz[v], state.dz_deviation[v]};
-    }
-  }
-  finish_sums<A>(memory, matrix.channels, matrix.tile_channels, matrix.columns_of_channel, out);
+  merge_columns(memory, matrix, state);
+  finish_reduction(memory, matrix.channels, matrix.tile_channels, matrix.readers, out.workspace,
+                   SumsOutput<A>{out, matrix.channels});
 }
 
 template <typename T, int kVector, bool kAligned, typename Formula>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
     backward_reduce_planar_kernel(Planar planar, Tensors<T, Formula::kInputs> tensors,
                                   GradOutputs out, Formula formula) {
   using A = compute_t<T>;
   using State = GradSums<A, 1>;
   constexpr int kInputs = Formula::kInputs;
-  constexpr int kSteps = steps_in_flight<Formula, A>(kUnroll);
-  auto& memory = shared_memory<ReductionMemory<A, State>>();
+  constexpr int kSteps = steps_in_flight<Formula, A>(kReduction.vectors);
+  auto& memory = shared_memory<ReductionMemory<TwoSums>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int vectors = channel < planar.channels ? planar.num_vectors() : 0;
@@ -244,11 +299,9 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     load_vectors();
   }
 
-  merge_members(memory, state, threadIdx.x, blockDim.x, threadIdx.y, blockDim.y);
-  if (threadIdx.x == 0) {
-    memory.terms[threadIdx.y] = {state.dz[0], state.dz_deviation[0]};
-  }
-  finish_sums<A>(memory, planar.channels, blockDim.y, /*terms=*/1, out);
+  merge_warps(memory, state);
+  finish_reduction(memory, planar.channels, blockDim.y, blockDim.x / kWarp, out.workspace,
+                   SumsOutput<A>{out, planar.channels});
 }
 
 template <int kInputs, typename WithFormula>
@@ -264,17 +317,15 @@ void launch_reduction(const Plan& plan, void* stream, const void* const (&inputs
         constexpr int kVector = vector;
         with_formula(TypeTag<T>{}, [&](auto formula) {
           launch(backward_reduce_matrix_kernel<T, kVector, decltype(formula)>, grid, block,
-                 sizeof(ReductionMemory<A, GradSums<A, kVector>>),
-                 static_cast<cudaStream_t>(stream), Matrix(plan), make_tensors<T>(inputs, output),
-                 out, formula);
+                 sizeof(GradMemory<A, kVector>), static_cast<cudaStream_t>(stream), Matrix(plan),
+                 make_tensors<T>(inputs, output), out, formula);
         });
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
-        using A = compute_t<T>;
         with_formula(TypeTag<T>{}, [&](auto formula) {
           launch(backward_reduce_planar_kernel<T, vector, aligned, decltype(formula)>, grid, block,
-                 sizeof(ReductionMemory<A, GradSums<A, 1>>), static_cast<cudaStream_t>(stream),
+                 sizeof(ReductionMemory<TwoSums>), static_cast<cudaStream_t>(stream),
                  Planar(plan, inputs[1]), make_tensors<T>(inputs, output), out, formula);
         });
       });

@@ -3,12 +3,11 @@
 // A thread loads chunks of 8 or 16 vectors into registers and computes from each its mean, then its
 // squared deviations from the mean: as robust as Welford's method, without a division for each
 // value. Chunks, then threads, are merged exactly in float (csrc/common/moments.h has the formula);
-// the columns of a channel, if there are several, and blocks are added up in float64.
+// blocks are added up in float64.
 //
 // Floats cannot hold the mean of values far from zero. So all threads of a channel or column first
-// subtract one of its values, the pivot; and before the merge they subtract the mean of the first
-// thread, so that the merge rounds only small numbers. Values of 16 bits need neither: their own
-// rounding is coarser.
+// subtract one of its values, the pivot, and a merge of several means subtracts the first of them:
+// it rounds only small numbers. Values of 16 bits need no pivot: their own rounding is coarser.
 
 #include "../../common/message.h"
 #include "../../common/moments.h"
@@ -33,6 +32,10 @@ struct ChannelMoments {
     if (other.count == 0) {
       return;
     }
+    if (count == 0) {
+      *this = other;
+      return;
+    }
     const A total = count + other.count;
     const A share = other.count / total;
 #pragma unroll
@@ -46,60 +49,184 @@ struct ChannelMoments {
 template <typename T>
 constexpr bool kPivoted = std::is_same_v<T, compute_t<T>>;
 
-// Merges the moments of the threads of each group into the moments of its member 0, and adds to
-// `pivot` the mean that it subtracts from them. All threads of the block call it.
-template <bool kPivot, typename Memory, typename A, int kChannels>
-__device__ void merge_moments(Memory& memory, ChannelMoments<A, kChannels>& state,
-                              double (&pivot)[kChannels], int member, int members, int group,
-                              int groups) {
-  if constexpr (kPivot) {
-    // merge_members() does not write here: it writes the states of the other members.
-    if (member == 0) {
-#pragma unroll
-      for (int c = 0; c < kChannels; ++c) {
-        memory.exchange[c][group] = state.mean[c];
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int c = 0; c < kChannels; ++c) {
-      const A first_mean = memory.exchange[c][group];
-      if (state.count > 0) {
-        state.mean[c] -= first_mean;
-      }
-      pivot[c] += first_mean;
-    }
+// Sums over some values of a channel: their number, their deviations from the base and the squares
+// of these. The base is the mean of the first thread: close to all values, unlike zero.
+struct DeviationSums {
+  double count = 0;
+  double deviations = 0;
+  double squares = 0;
+
+  __device__ __forceinline__ void add(const DeviationSums& other) {
+    count += other.count;
+    deviations += other.deviations;
+    squares += other.squares;
   }
-  merge_members(memory, state, member, members, group, groups);
+  // The sums of the thread `lanes` further in the warp.
+  __device__ __forceinline__ DeviationSums shuffle_down(int lanes) const {
+    return {__shfl_down_sync(kAllLanes, count, lanes),
+            __shfl_down_sync(kAllLanes, deviations, lanes),
+            __shfl_down_sync(kAllLanes, squares, lanes)};
+  }
+};
+
+// Of `count` values with this mean, relative to the base, and this sum of squared deviations from
+// it.
+template <typename A>
+__device__ __forceinline__ DeviationSums to_deviation_sums(A count, double mean, A m2) {
+  const double sum = static_cast<double>(count) * mean;
+  return {static_cast<double>(count), sum, static_cast<double>(m2) + sum * mean};
 }
 
-// Writes the moments of one of the block's terms as two sums of the message.
-template <typename Memory, typename A>
-__device__ void put_sums(Memory& memory, int term, double pivot, A count, A mean, A m2) {
-  const Sums sums = to_sums(
-      {static_cast<double>(count), pivot + static_cast<double>(mean), static_cast<double>(m2)});
-  memory.terms[term] = {sums.values, sums.squares};
+// The same for several states. The sum of the deviations from the rounded mean is what it lacks:
+// the mean of many values is more exact than one of them.
+template <typename A, int kNumber>
+__device__ __forceinline__ DeviationSums add_up_states(const Moments<A> (&states)[kNumber]) {
+  A count = 0;
+  A sum = 0;
+#pragma unroll
+  for (const Moments<A>& state : states) {
+    count += state.count;
+    sum += state.count * state.mean;
+  }
+  if (count == 0) {
+    return {};
+  }
+  const A mean = sum / count;
+  A m2 = 0;
+  A rest = 0;
+#pragma unroll
+  for (const Moments<A>& state : states) {
+    const A deviation = state.mean - mean;
+    const A weighted = state.count * deviation;
+    rest += weighted;
+    m2 += state.m2 + weighted * deviation;
+  }
+  return to_deviation_sums(count, static_cast<double>(mean) + static_cast<double>(rest / count),
+                           m2);
+}
+
+template <typename T, int kVector>
+struct StatsMemory : ColumnMemory<DeviationSums, compute_t<T>, kVector> {
+  compute_t<T> counts[kMaxThreads];                                          // [member][vector]
+  alignas(16) compute_t<T> pivots[kPivoted<T> ? kVector * kMaxThreads : 1];  // [column]
+};
+
+template <typename T>
+struct PlanarStatsMemory : ReductionMemory<DeviationSums> {
+  compute_t<T> pivots[kMaxThreads / kWarp];  // [channel]
+  compute_t<T> means[kMaxThreads / kWarp];   // [channel], of the first thread
+};
+
+// Merges the moments of the block's threads to terms in memory. All threads of the block call it.
+template <typename T, int kVector, typename A>
+__device__ void merge_columns(StatsMemory<T, kVector>& memory, const Matrix& matrix,
+                              const ChannelMoments<A, kVector>& state, const A (&pivot)[kVector]) {
+  const int columns = blockDim.x * kVector;
+  const int column = matrix.tile_column<kVector>();
+  put_columns(memory.first + threadIdx.y * columns + column, state.mean);
+  put_columns(memory.second + threadIdx.y * columns + column, state.m2);
+  memory.counts[thread_index()] = state.count;
+  if (kPivoted<T> && threadIdx.y == 0) {
+    put_columns(memory.pivots + column, pivot);
+  }
+  StateWalk walk(matrix, columns);
+  __syncthreads();
+  const A channel_pivot =
+      kPivoted<T> && walk.is_reader() ? memory.pivots[walk.first_column()] : A{0};
+  const A channel_mean = walk.is_reader() ? memory.first[walk.first_column()] : A{0};
+  DeviationSums sums;
+  while (walk.has_state()) {
+    Moments<A> states[kStates];
+    A pivots[kStates] = {};
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) {
+      if (walk.has_state()) {
+        states[k].count = memory.counts[walk.place() / kVector];
+        states[k].mean = memory.first[walk.place()];
+        states[k].m2 = memory.second[walk.place()];
+        if (kPivoted<T>) {
+          pivots[k] = memory.pivots[walk.column()];
+        }
+        walk.advance();
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) {
+      if (states[k].count > 0) {
+        states[k].mean = (pivots[k] - channel_pivot) + (states[k].mean - channel_mean);
+      }
+    }
+    sums.add(add_up_states(states));
+  }
+  if (walk.is_reader()) {
+    memory.terms[walk.term()] = sums;
+  }
+}
+
+// Merges the moments of each warp, whose threads have the same channel, to a term in memory. All
+// threads of the block call it.
+template <typename A, typename T>
+__device__ void merge_warps(PlanarStatsMemory<T>& memory, const ChannelMoments<A, 1>& state,
+                            A pivot) {
+  if (threadIdx.x == 0) {
+    memory.pivots[threadIdx.y] = pivot;
+    memory.means[threadIdx.y] = state.mean[0];
+  }
+  __syncthreads();
+  const A deviation = state.count > 0 ? state.mean[0] - memory.means[threadIdx.y] : A{0};
+  const A count = add_up_warp(state.count);
+  const A sum = add_up_warp(state.count * deviation);
+  const A mean = count > 0 ? sum / count : 0;
+  const A weighted = state.count * (deviation - mean);
+  const A rest = add_up_warp(weighted);
+  const A m2 = add_up_warp(state.m2[0] + weighted * (deviation - mean));
+  if (threadIdx.x % kWarp == 0) {
+    DeviationSums sums;
+    if (count > 0) {
+      sums = to_deviation_sums(count, static_cast<double>(mean) + static_cast<double>(rest / count),
+                               m2);
+    }
+    memory.terms[thread_index() / kWarp] = sums;
+  }
 }
 
 struct Output {
   double* message;
+  int64_t channels;
   double count;
   Tail tail;
   Workspace workspace;
 };
 
-template <typename Memory>
-__device__ void finish_message(Memory& memory, int64_t channels, int64_t tile_channels, int terms,
-                               const Output& out) {
-  finish_reduction(memory, channels, tile_channels, terms, out.workspace,
-                   [=](int64_t channel, const TwoSums& sums) {
-                     out.message[channel] = sums.first;
-                     out.message[channels + channel] = sums.second;
-                     if (channel == 0) {
-                       write_tail(out.message, channels, out.count, out.tail);
-                     }
-                   });
-}
+// Writes the message; the pivots and the first threads' means are of the tile's channels.
+template <typename A>
+struct MessageOutput {
+  const Output& out;
+  const A* pivots;
+  const A* means;
+  int stride;  // from a channel's pivot and mean to the next channel's
+
+  __device__ __forceinline__ TwoSums to_sums(int channel, const DeviationSums& sums) const {
+    if (sums.count == 0) {
+      return {};
+    }
+    const double base = static_cast<double>(pivots == nullptr ? A{0} : pivots[channel * stride]) +
+                        static_cast<double>(means[channel * stride]);
+    const double mean = sums.deviations / sums.count;
+    const Sums result =
+        syncbn::to_sums({sums.count, base + mean, sums.squares - sums.deviations * mean});
+    return {result.values, result.squares};
+  }
+  struct Nothing {};
+  __device__ __forceinline__ Nothing load(int64_t /*channel*/) const { return {}; }
+  __device__ __forceinline__ void write(int64_t channel, Nothing, const TwoSums& sums) const {
+    out.message[channel] = sums.first;
+    out.message[out.channels + channel] = sums.second;
+    if (channel == 0) {
+      write_tail(out.message, out.channels, out.count, out.tail);
+    }
+  }
+};
 
 // A full chunk, as almost all are, needs no test for each vector.
 enum class Chunk { kFull, kPartial };
@@ -140,14 +267,13 @@ __device__ __forceinline__ void consume_rows(ChannelMoments<A, kVector>& state,
 
 // Merges a chunk of a planar tensor into `state`; its vectors hold `count` values of the channel.
 template <Chunk kChunk, bool kAligned, typename T, int kVector, typename A>
-__device__ __forceinline__ void consume_vectors(ChannelMoments<A, 1>& state,
-                                                const Vector<T, kVector> (&values)[kUnroll],
-                                                const AlignedVector (&vector)[kUnroll], int count,
-                                                A pivot) {
+__device__ __forceinline__ void consume_vectors(
+    ChannelMoments<A, 1>& state, const Vector<T, kVector> (&values)[kReduction.vectors],
+    const AlignedVector (&vector)[kReduction.vectors], int count, A pivot) {
   ChannelMoments<A, 1> chunk;
   chunk.count = count;
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
+  for (int k = 0; k < kReduction.vectors; ++k) {
     A sum = 0;
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
@@ -159,7 +285,7 @@ __device__ __forceinline__ void consume_vectors(ChannelMoments<A, 1>& state,
   }
   chunk.mean[0] /= chunk.count;
 #pragma unroll
-  for (int k = 0; k < kUnroll; ++k) {
+  for (int k = 0; k < kReduction.vectors; ++k) {
     A m2 = 0;
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
@@ -174,12 +300,12 @@ __device__ __forceinline__ void consume_vectors(ChannelMoments<A, 1>& state,
 }
 
 template <typename T, int kVector>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
     stats_matrix_kernel(Matrix matrix, const T* __restrict__ input, Output out) {
   using A = compute_t<T>;
   using State = ChannelMoments<A, kVector>;
-  constexpr int kRows = rows_in_flight(sizeof(T) * kVector);
-  auto& memory = shared_memory<ReductionMemory<A, State>>();
+  constexpr int kRows = rows_in_flight(kReduction, sizeof(T) * kVector);
+  auto& memory = shared_memory<StatsMemory<T, kVector>>();
 
   const int64_t column = matrix.column<kVector>();
   const int rows = column < matrix.columns ? matrix.num_rows() : 0;
@@ -215,29 +341,18 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     }
   }
 
-  double full_pivot[kVector];
-#pragma unroll
-  for (int v = 0; v < kVector; ++v) {
-    full_pivot[v] = pivot[v];
-  }
-  merge_moments<kPivoted<T>>(memory, state, full_pivot, threadIdx.y, blockDim.y, threadIdx.x,
-                             blockDim.x);
-  if (threadIdx.y == 0) {
-#pragma unroll
-    for (int v = 0; v < kVector; ++v) {
-      put_sums(memory, matrix.tile_column<kVector>() + v, full_pivot[v], state.count, state.mean[v],
-               state.m2[v]);
-    }
-  }
-  finish_message(memory, matrix.channels, matrix.tile_channels, matrix.columns_of_channel, out);
+  merge_columns(memory, matrix, state, pivot);
+  finish_reduction(memory, matrix.channels, matrix.tile_channels, matrix.readers, out.workspace,
+                   MessageOutput<A>{out, kPivoted<T> ? memory.pivots : nullptr, memory.first,
+                                    static_cast<int>(matrix.columns_of_channel)});
 }
 
 template <typename T, int kVector, bool kAligned>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
     stats_planar_kernel(Planar planar, const T* __restrict__ input, Output out) {
   using A = compute_t<T>;
   using State = ChannelMoments<A, 1>;
-  auto& memory = shared_memory<ReductionMemory<A, State>>();
+  auto& memory = shared_memory<PlanarStatsMemory<T>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const int vectors = channel < planar.channels ? planar.num_vectors() : 0;
@@ -250,12 +365,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
   const int step = blockDim.x;
   VectorWalk<kVector, kAligned, Direction::kUp> walk(planar, channel,
                                                      planar.first_vector() + threadIdx.x);
-  for (int at = threadIdx.x; at < vectors; at += kUnroll * step) {
-    Vector<T, kVector> values[kUnroll];
-    AlignedVector vector[kUnroll];
+  for (int at = threadIdx.x; at < vectors; at += kReduction.vectors * step) {
+    Vector<T, kVector> values[kReduction.vectors];
+    AlignedVector vector[kReduction.vectors];
     int count = 0;
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) {
+    for (int k = 0; k < kReduction.vectors; ++k) {
       vector[k] = {};
       if (at + k * step < vectors) {
         vector[k] = walk.get();
@@ -267,20 +382,16 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
     if (count == 0) {
       continue;
     }
-    if (kAligned && count == kUnroll * kVector) {
+    if (kAligned && count == kReduction.vectors * kVector) {
       consume_vectors<Chunk::kFull, kAligned>(state, values, vector, count, pivot);
     } else {
       consume_vectors<Chunk::kPartial, kAligned>(state, values, vector, count, pivot);
     }
   }
 
-  double full_pivot[1] = {pivot};
-  merge_moments<kPivoted<T>>(memory, state, full_pivot, threadIdx.x, blockDim.x, threadIdx.y,
-                             blockDim.y);
-  if (threadIdx.x == 0) {
-    put_sums(memory, threadIdx.y, full_pivot[0], state.count, state.mean[0], state.m2[0]);
-  }
-  finish_message(memory, planar.channels, blockDim.y, /*terms=*/1, out);
+  merge_warps(memory, state, pivot);
+  finish_reduction(memory, planar.channels, blockDim.y, blockDim.x / kWarp, out.workspace,
+                   MessageOutput<A>{out, memory.pivots, memory.means, /*stride=*/1});
 }
 
 }  // namespace
@@ -288,7 +399,7 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
                              Tail tail, Workspace workspace) {
   const auto count = static_cast<double>(plan.geometry.per_channel());
-  const Output out{message, count, tail, workspace};
+  const Output out{message, plan.geometry.channels, count, tail, workspace};
   const dim3 grid(plan.tiles, plan.splits);
   const dim3 block(plan.block_x, plan.block_y);
   dispatch_plan(
@@ -296,15 +407,12 @@ void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, 
       [&](auto type, auto vector) {
         using T = typename decltype(type)::type;
         constexpr int kVector = vector;
-        using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, kVector>>;
-        launch(stats_matrix_kernel<T, kVector>, grid, block, sizeof(Memory),
+        launch(stats_matrix_kernel<T, kVector>, grid, block, sizeof(StatsMemory<T, kVector>),
                static_cast<cudaStream_t>(stream), Matrix(plan), static_cast<const T*>(input), out);
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
-        constexpr int kVector = vector;
-        using Memory = ReductionMemory<compute_t<T>, ChannelMoments<compute_t<T>, 1>>;
-        launch(stats_planar_kernel<T, kVector, aligned>, grid, block, sizeof(Memory),
+        launch(stats_planar_kernel<T, vector, aligned>, grid, block, sizeof(PlanarStatsMemory<T>),
                static_cast<cudaStream_t>(stream), Planar(plan, input), static_cast<const T*>(input),
                out);
       });

@@ -64,12 +64,13 @@ __device__ __forceinline__ void prepare_channel(Memory& memory, const Prepare& p
 }
 
 template <typename T, int kVector, typename Formula, typename Prepare>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
     elementwise_matrix_kernel(Matrix matrix, Tensors<T, Formula::kInputs> tensors, Prepare prepare,
                               Formula formula) {
   using A = compute_t<T>;
   constexpr int kInputs = Formula::kInputs;
-  constexpr int kSteps = steps_in_flight<Formula, A>(rows_in_flight(sizeof(T) * kVector));
+  constexpr int kSteps =
+      steps_in_flight<Formula, A>(rows_in_flight(kElementwise, sizeof(T) * kVector));
   auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t column = matrix.column<kVector>();
@@ -126,12 +127,12 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocks)
 }
 
 template <typename T, int kVector, bool kAligned, typename Formula, typename Prepare>
-__global__ void __launch_bounds__(kMaxThreads, kBlocks)
+__global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
     elementwise_planar_kernel(Planar planar, Tensors<T, Formula::kInputs> tensors, Prepare prepare,
                               Formula formula) {
   using A = compute_t<T>;
   constexpr int kInputs = Formula::kInputs;
-  constexpr int kSteps = steps_in_flight<Formula, A>(kUnroll);
+  constexpr int kSteps = steps_in_flight<Formula, A>(kElementwise.vectors);
   auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;

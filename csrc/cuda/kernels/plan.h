@@ -27,37 +27,43 @@ namespace syncbn::cuda {
 
 constexpr int kMaxThreads = 256;  // in a block
 constexpr int kVectorBytes = 16;
+constexpr int kLineBytes = 128;  // of the cache
 constexpr int kWarp = 32;
-// Bytes of a matrix's row that a block reads, approximately: a cache line.
-constexpr int kRowBytes = 128;
 // The last block of a tile reads all partial sums, at the speed of one multiprocessor. Tiles are
 // narrower, down to about a sector of a cache line, if the partial sums would have more bytes.
 constexpr int64_t kMostPartialBytes = 96 * 1024;
 constexpr int kLeastRowBytes = 32;
 
-// Vectors in flight of a thread, of all tensors: 64 KB in a multiprocessor.
-constexpr int kUnroll = 8;
+struct KernelKind {
+  int blocks;   // of a multiprocessor. All are resident: a large tensor has no half-empty last wave
+  int vectors;  // in flight of a thread, of all tensors: 64 KB in a multiprocessor
+  int row_bytes;  // of a matrix's row that a block reads, approximately
+  bool has_partials;
+};
+// Threads hold the states of many channels, and fewer blocks have fewer partial sums.
+constexpr KernelKind kReduction{2, 8, kLineBytes, true};
+// The warps of more blocks hide more latency.
+constexpr KernelKind kElementwise{3, 4, 4 * kLineBytes, false};
+
 // Rows in flight of a thread of a matrix, whose vectors may be narrow: as many bytes, in at most 16
 // loads. With 24 loads sm_100 and sm_120 spill.
-SYNCBN_HOST_DEVICE constexpr int rows_in_flight(int vector_bytes) {
-  const int rows = kUnroll * kVectorBytes / vector_bytes;
+SYNCBN_HOST_DEVICE constexpr int rows_in_flight(const KernelKind& kind, int vector_bytes) {
+  const int rows = kind.vectors * kVectorBytes / vector_bytes;
   return rows < 16 ? rows : 16;
 }
-// Blocks of a multiprocessor. All of them are resident: a large tensor has no half-empty last wave.
-// All kernels have the same number, so that a kernel reads the previous kernel's segments.
-constexpr int kBlocks = 2;
 
-// Pairs of partial sums in flight of a thread.
-constexpr int kPartialLoads = 8;
+// States, terms or partial sums that a thread merges at once.
+constexpr int kStates = 8;
 
-// The maximum number of a block's columns: the terms of its channels' sums.
-constexpr int kMaxTerms = 512;
+// The maximum number of a block's columns.
+constexpr int kMaxColumns = 512;
 
 // The maximum number of a block's values of a channel or column: a float counts them exactly, and
 // 32 bits index them.
 constexpr int64_t kLongestSegment = 1 << 24;
 
 struct Plan {
+  KernelKind kind;
   Geometry geometry;
   DType dtype;
   bool is_matrix;            // also true for small planes, whose geometry is planar
@@ -71,19 +77,26 @@ struct Plan {
   int64_t splits;   // gridDim.y
   int64_t segment;  // rows (matrix) or vectors (planar) of a block
 
+  // The number of threads that merge the states of one channel of a matrix, about kStates each.
+  int num_readers() const {
+    const int64_t states = block_y * geometry.inner;
+    return static_cast<int>(std::min(ceil_div(states, kStates), block_x * block_y / tile_channels));
+  }
   // Two sums for each channel and block; none if one block has all values.
   int64_t num_partials() const { return splits == 1 ? 0 : 2 * splits * geometry.channels; }
   int64_t num_counters() const { return splits == 1 ? 0 : tiles; }
 };
 
-// Returns how many of a block's threads reduce `number` sums of each of `channels` channels: a
-// power of two, large enough to have all loads in flight at once, if there are so many threads.
-SYNCBN_HOST_DEVICE inline int num_reducing_threads(int threads, int channels, int number) {
-  int reducing = 1;
-  while (kPartialLoads * reducing < number && 2 * reducing * channels <= threads) {
-    reducing *= 2;
+// The logarithm of the number of a block's threads that merge `number` terms of each of `channels`
+// channels: threads of one warp, enough to have all loads in flight at once, if complete warps have
+// so many threads.
+SYNCBN_HOST_DEVICE inline int log_mergers(int threads, int channels, int number) {
+  const int in_warps = threads / kWarp * kWarp;
+  int log = 0;
+  while (kStates << log < number && (channels << log) <= in_warps / 2 && 1 << log < kWarp) {
+    ++log;
   }
-  return reducing;
+  return log;
 }
 
 namespace detail {
@@ -150,7 +163,7 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
   const int64_t group_vectors = group * inner / plan.vector;
   const int64_t groups = ceil_div(plan.geometry.channels, group);
   const int vector_bytes = plan.vector * size_of(plan.dtype);
-  const int rows = rows_in_flight(vector_bytes);
+  const int rows = rows_in_flight(plan.kind, vector_bytes);
   const auto lay_out = [&](int64_t row_vectors) {
     plan.tiles = ceil_div(groups, ceil_div(row_vectors, group_vectors));
     const int64_t tile_groups = ceil_div(groups, plan.tiles);
@@ -159,13 +172,14 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
     plan.tile_channels = tile_groups * group;
     split_segments(plan, plan.geometry.outer, plan.block_y * rows, kLongestSegment, resident);
   };
-  lay_out(std::min(kWarp, kRowBytes / vector_bytes));
-  while (plan.num_partials() * size_of(DType::kDouble) > kMostPartialBytes * plan.tiles &&
+  lay_out(std::min(kWarp, plan.kind.row_bytes / vector_bytes));
+  while (plan.kind.has_partials &&
+         plan.num_partials() * size_of(DType::kDouble) > kMostPartialBytes * plan.tiles &&
          plan.block_x * vector_bytes >= 2 * kLeastRowBytes && plan.block_x > group_vectors) {
     lay_out(plan.block_x / 2);
   }
   // Tiles become wider while threads have no rows and each resident block has a tile.
-  while (plan.geometry.outer < plan.block_y && 2 * plan.block_x * plan.vector <= kMaxTerms &&
+  while (plan.geometry.outer < plan.block_y && 2 * plan.block_x * plan.vector <= kMaxColumns &&
          2 * plan.tile_channels <= kMaxThreads && plan.tiles >= 2 * resident) {
     lay_out(2 * plan.block_x);
   }
@@ -174,7 +188,7 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
 // Returns whether the columns of a tile can be the values of a few small planes.
 inline bool are_columns(const Geometry& geometry, int widest, int alignment) {
   const int64_t columns = channels_of_vectors(geometry.inner, widest) * geometry.inner;
-  return columns <= kMaxTerms && geometry.channels * geometry.inner % widest == 0 &&
+  return columns <= kMaxColumns && geometry.channels * geometry.inner % widest == 0 &&
          alignment % kVectorBytes == 0;
 }
 
@@ -186,7 +200,7 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   plan.vector = widest;
   const bool has_vectors = inner % widest == 0 && alignment % kVectorBytes == 0;
   // From tiny planes, of one to three vectors, a warp would read a part of many lines.
-  const bool is_tiny = inner * size_of(plan.dtype) < kRowBytes / 2;
+  const bool is_tiny = inner * size_of(plan.dtype) < kLineBytes / 2;
   if ((is_tiny || !has_vectors) && are_columns(plan.geometry, widest, alignment)) {
     return plan_matrix(plan, alignment, resident);
   }
@@ -200,7 +214,7 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
     plan.vectors_in_plane = inner;
   }
   const int64_t vectors = plan.geometry.outer * plan.vectors_in_plane;
-  plan.block_x = next_power_of_two(ceil_div(vectors, kUnroll), kWarp, kMaxThreads);
+  plan.block_x = next_power_of_two(ceil_div(vectors, plan.kind.vectors), kWarp, kMaxThreads);
   // Several channels in a block are better than several waves of blocks with few loads.
   const auto fills_a_wave = [&](int block_x) {
     return 10 * ceil_div(channels, kMaxThreads / block_x) >= 9 * resident;
@@ -211,16 +225,18 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   plan.block_y = next_power_of_two(channels, 1, kMaxThreads / plan.block_x);
   plan.tile_channels = plan.block_y;
   plan.tiles = ceil_div(channels, plan.block_y);
-  split_segments(plan, vectors, plan.block_x * kUnroll, kLongestSegment / plan.vector, resident);
+  split_segments(plan, vectors, plan.block_x * plan.kind.vectors, kLongestSegment / plan.vector,
+                 resident);
 }
 
 }  // namespace detail
 
 // `pointers` are the data of all tensors of the input's shape that the pass accesses; null pointers
 // are ignored.
-inline Plan make_plan(const Geometry& geometry, DType dtype,
+inline Plan make_plan(const KernelKind& kind, const Geometry& geometry, DType dtype,
                       std::initializer_list<const void*> pointers, int multiprocessors) {
   Plan plan{};
+  plan.kind = kind;
   plan.geometry = geometry;
   plan.dtype = dtype;
   int alignment = kVectorBytes;  // a power of two that divides every address
@@ -235,7 +251,7 @@ inline Plan make_plan(const Geometry& geometry, DType dtype,
     }
     same_phase &= phase == reinterpret_cast<uintptr_t>(*pointers.begin()) % kVectorBytes;
   }
-  const int64_t resident = int64_t{multiprocessors} * kBlocks;
+  const int64_t resident = int64_t{multiprocessors} * kind.blocks;
   if (geometry.is_matrix()) {
     detail::plan_matrix(plan, alignment, resident);
   } else {

@@ -115,6 +115,41 @@ inline float bfloat16_to_float(uint16_t bits) { return __bfloat162float({bits});
 inline uint16_t float_to_half(float value) { return __float2half_rn(value).bits; }
 inline uint16_t float_to_bfloat16(float value) { return __float2bfloat16_rn(value).bits; }
 
+// A value of another lane, or the own if no lane is there: the section of lanes that `clamp` names
+// in its bits 8 to 12, as PTX does, ends before.
+struct Shuffled {
+  uint32_t bits;
+  bool valid;
+};
+
+template <typename Source>
+inline Shuffled shuffle(Wait wait, uint32_t bits, uint32_t clamp, uint32_t mask,
+                        const Source& source) {
+  const uint64_t* values = Block::current->exchange(wait, mask, bits, sizeof(bits));
+  const uint32_t section = clamp >> 8 & 31;
+  const uint32_t own = lane();
+  const uint32_t last = (own & section) | (clamp & 31 & ~section);
+  const uint32_t from = source(own, section);
+  const bool valid = from <= last;
+  return {static_cast<uint32_t>(values[valid ? from : own]), valid};
+}
+
+inline Shuffled shuffle_down(uint32_t bits, uint32_t delta, uint32_t clamp, uint32_t mask) {
+  return shuffle(Wait::kShflDown, bits, clamp, mask,
+                 [=](uint32_t own, uint32_t) { return own + (delta & 31); });
+}
+
+inline Shuffled shuffle_bfly(uint32_t bits, uint32_t lanes, uint32_t clamp, uint32_t mask) {
+  return shuffle(Wait::kShflXor, bits, clamp, mask,
+                 [=](uint32_t own, uint32_t) { return own ^ (lanes & 31); });
+}
+
+inline Shuffled shuffle_idx(uint32_t bits, uint32_t source, uint32_t clamp, uint32_t mask) {
+  return shuffle(Wait::kShfl, bits, clamp, mask, [=](uint32_t own, uint32_t section) {
+    return (own & section) | (source & 31 & ~section);
+  });
+}
+
 inline void barrier() { Block::current->suspend(Wait::kSyncthreads); }
 inline void fence() { Block::current->fence(); }
 
