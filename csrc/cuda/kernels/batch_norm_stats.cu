@@ -50,7 +50,7 @@ template <typename T>
 constexpr bool kPivoted = std::is_same_v<T, compute_t<T>>;
 
 // Sums over some values of a channel: their number, their deviations from the base and the squares
-// of these. The base is the mean of the first thread: close to all values, unlike zero.
+// of these. The base is the mean of a few of the values: closer to all of them than zero is.
 struct DeviationSums {
   double count = 0;
   double deviations = 0;
@@ -107,15 +107,37 @@ __device__ __forceinline__ DeviationSums add_up_states(const Moments<A> (&states
 
 template <typename T, int kVector>
 struct StatsMemory : ColumnMemory<DeviationSums, compute_t<T>, kVector> {
+  double bases[kMaxThreads];                                                 // [channel]
   compute_t<T> counts[kMaxThreads];                                          // [member][vector]
   alignas(16) compute_t<T> pivots[kPivoted<T> ? kVector * kMaxThreads : 1];  // [column]
 };
 
 template <typename T>
 struct PlanarStatsMemory : ReductionMemory<DeviationSums> {
-  compute_t<T> pivots[kMaxThreads / kWarp];  // [channel]
-  compute_t<T> means[kMaxThreads / kWarp];   // [channel], of the first thread
+  double bases[kMaxThreads / kWarp];        // [channel]
+  compute_t<T> means[kMaxThreads / kWarp];  // [channel], of the first thread
 };
+
+// Returns the base of a channel, relative to the pivot of its first column.
+template <typename T, int kVector>
+__device__ __forceinline__ compute_t<T> find_base(const StatsMemory<T, kVector>& memory,
+                                                  unsigned first_column, unsigned columns) {
+  if constexpr (!std::is_same_v<T, double>) {
+    return memory.first[first_column];
+  }
+  // One thread of a small tensor has one value, which may be far from the others: in float64 that
+  // costs a digit.
+  double sum = 0;
+  int number = 0;
+  for (unsigned member = 0; member < kStates && member < blockDim.y; ++member) {
+    const unsigned place = member * columns + first_column;
+    if (memory.counts[place / kVector] > 0) {
+      sum += memory.first[place];
+      ++number;
+    }
+  }
+  return number == 0 ? 0 : sum / number;
+}
 
 // Merges the moments of the block's threads to terms in memory. All threads of the block call it.
 template <typename T, int kVector, typename A>
@@ -133,7 +155,8 @@ __device__ void merge_columns(StatsMemory<T, kVector>& memory, const Matrix& mat
   __syncthreads();
   const A channel_pivot =
       kPivoted<T> && walk.is_reader() ? memory.pivots[walk.first_column()] : A{0};
-  const A channel_mean = walk.is_reader() ? memory.first[walk.first_column()] : A{0};
+  const A base =
+      walk.is_reader() ? find_base<T, kVector>(memory, walk.first_column(), columns) : A{0};
   DeviationSums sums;
   while (walk.has_state()) {
     Moments<A> states[kStates];
@@ -153,13 +176,16 @@ __device__ void merge_columns(StatsMemory<T, kVector>& memory, const Matrix& mat
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
       if (states[k].count > 0) {
-        states[k].mean = (pivots[k] - channel_pivot) + (states[k].mean - channel_mean);
+        states[k].mean = (pivots[k] - channel_pivot) + (states[k].mean - base);
       }
     }
     sums.add(add_up_states(states));
   }
   if (walk.is_reader()) {
     memory.terms[walk.term()] = sums;
+  }
+  if (walk.is_first_reader()) {
+    memory.bases[walk.channel()] = static_cast<double>(channel_pivot) + static_cast<double>(base);
   }
 }
 
@@ -169,7 +195,7 @@ template <typename A, typename T>
 __device__ void merge_warps(PlanarStatsMemory<T>& memory, const ChannelMoments<A, 1>& state,
                             A pivot) {
   if (threadIdx.x == 0) {
-    memory.pivots[threadIdx.y] = pivot;
+    memory.bases[threadIdx.y] = static_cast<double>(pivot) + static_cast<double>(state.mean[0]);
     memory.means[threadIdx.y] = state.mean[0];
   }
   __syncthreads();
@@ -198,23 +224,18 @@ struct Output {
   Workspace workspace;
 };
 
-// Writes the message; the pivots and the first threads' means are of the tile's channels.
-template <typename A>
+// Writes the message; the bases are of the tile's channels.
 struct MessageOutput {
   const Output& out;
-  const A* pivots;
-  const A* means;
-  int stride;  // from a channel's pivot and mean to the next channel's
+  const double* bases;
 
   __device__ __forceinline__ TwoSums to_sums(int channel, const DeviationSums& sums) const {
     if (sums.count == 0) {
       return {};
     }
-    const double base = static_cast<double>(pivots == nullptr ? A{0} : pivots[channel * stride]) +
-                        static_cast<double>(means[channel * stride]);
     const double mean = sums.deviations / sums.count;
     const Sums result =
-        syncbn::to_sums({sums.count, base + mean, sums.squares - sums.deviations * mean});
+        syncbn::to_sums({sums.count, bases[channel] + mean, sums.squares - sums.deviations * mean});
     return {result.values, result.squares};
   }
   struct Nothing {};
@@ -343,8 +364,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
 
   merge_columns(memory, matrix, state, pivot);
   finish_reduction(memory, matrix.channels, matrix.tile_channels, matrix.readers, out.workspace,
-                   MessageOutput<A>{out, kPivoted<T> ? memory.pivots : nullptr, memory.first,
-                                    static_cast<int>(matrix.columns_of_channel)});
+                   MessageOutput{out, memory.bases});
 }
 
 template <typename T, int kVector, bool kAligned>
@@ -391,7 +411,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
 
   merge_warps(memory, state, pivot);
   finish_reduction(memory, planar.channels, blockDim.y, blockDim.x / kWarp, out.workspace,
-                   MessageOutput<A>{out, memory.pivots, memory.means, /*stride=*/1});
+                   MessageOutput{out, memory.bases});
 }
 
 }  // namespace

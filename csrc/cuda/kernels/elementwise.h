@@ -132,7 +132,9 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
                               Formula formula) {
   using A = compute_t<T>;
   constexpr int kInputs = Formula::kInputs;
-  constexpr int kSteps = steps_in_flight<Formula, A>(kElementwise.vectors);
+  // Unaligned vectors need more registers: with all loads, float32 would use local memory.
+  constexpr int kSteps =
+      steps_in_flight<Formula, A>(kAligned ? kElementwise.vectors : 3 * kElementwise.vectors / 4);
   auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
