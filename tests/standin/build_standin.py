@@ -26,7 +26,7 @@ PRELOADED = ("libcudart.so.13", "libcuda.so.1", "libnccl.so.2")
 # Last: the installed package is tested, not the folder of its sources.
 sys.path += [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
-from support import ptx, ptx_cycles  # noqa: E402
+from support import ptx  # noqa: E402
 from support.emulated import PTX_FLAGS  # noqa: E402
 from torch.utils import cpp_extension  # noqa: E402
 
@@ -38,8 +38,6 @@ TORCH_LIBRARIES = [f"-L{TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10"]
 TORCH_LIBRARIES += ["-Wl,--no-as-needed", "-ltorch_cuda", "-lc10_cuda"]
 TORCH_HEADERS = [f"-isystem{path}" for path in cpp_extension.include_paths()]
 CUDA_HEADERS = [f"-isystem{path}" for path in PACKAGES.glob("nvidia/cu*/include")]
-# Builds a second stand-in, whose log has the modeled cycles of each launch.
-MODELS_CYCLES = "STANDIN_CYCLES" in os.environ
 COMPILE = ["g++", "-fPIC", "-g1", "-Wall", "-fvisibility=hidden", f"-I{STANDIN}", "-c"]
 
 
@@ -154,7 +152,7 @@ class Build:
                 kept = ["--keep", "--keep-dir", keep]
                 run(nvcc, "-c", *options, *listed, *kept, source, "-o", launch)
                 text = (keep / f"{source.stem}.ptx").read_text()
-                translated.write_text(translate(text) if ".entry" in text else "")
+                translated.write_text(ptx.translate(text) if ".entry" in text else "")
             return launch, translated
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -165,9 +163,8 @@ class Build:
         """Link syncbn's CUDA operators: adapters, nvcc's launch code and the translated PTX."""
         launchers, translated = self.launchers()
         emulation = ["-std=c++17", *PTX_FLAGS, f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}"]
-        objects = self.compile(translated, *emulation, "-w", *["-O0"] * MODELS_CYCLES)
+        objects = self.compile(translated, *emulation, "-w")
         own = [EMULATION / "ptx" / "registry.cpp", STANDIN / "kernels" / "kernels.cpp"]
-        own += [STANDIN / "kernels" / "cycles.cpp"] * MODELS_CYCLES
         objects += self.compile(own, *emulation)
         adapters = sorted(CUDA_SOURCES.glob("*.cpp"))
         objects += self.compile(adapters, "-std=c++20", "-O1", "-DUSE_CUDA", *TORCH_HEADERS)
@@ -201,12 +198,6 @@ class Build:
             benchmarks.symlink_to(ROOT / "benchmarks")
 
 
-def translate(text: str) -> str:
-    if not MODELS_CYCLES:
-        return ptx.translate(text)
-    return ptx.translate(text, ptx_cycles.RecordedKernel, ptx_cycles.MODELED)
-
-
 def needed(symbols: str) -> set[str]:
     """Return the functions of a pattern that torch's and NVIDIA's libraries call."""
     users = [*TORCH.glob("lib/*.so"), *PACKAGES.glob("nvidia/*/lib/*.so*")]
@@ -223,7 +214,7 @@ def defined(objects: Iterable[Path]) -> set[str]:
 
 def build() -> Path:
     """Build all targets that are not up to date, and return the folder."""
-    made = Build(ROOT / "build" / f"standin-{torch.__version__}{'-cycles' * MODELS_CYCLES}")
+    made = Build(ROOT / "build" / f"standin-{torch.__version__}")
     made.preloaded(PRELOADED[0], "runtime", r"(?:__)?cuda[A-Z]\w+", PRELOADED[0], *CUDA_HEADERS)
     made.preloaded(PRELOADED[1], "driver", r"cu[A-Z]\w+", "", *CUDA_HEADERS)
     nccl = [f"-isystem{PACKAGES / 'nvidia' / 'nccl' / 'include'}", *CUDA_HEADERS]

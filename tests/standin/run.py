@@ -9,8 +9,6 @@ STANDIN_DEVICES  the number of devices (1)
 STANDIN_MEMORY   the bytes of a device (4 GiB)
 STANDIN_BLOCKS   the order of blocks and threads: forward, reverse or shuffled
 STANDIN_MULTIPROCESSORS  the multiprocessors of a device (132)
-STANDIN_CYCLES   1: models the time of each launch (kernels/cycles.h), a line "cycles CYCLES
-                 TAIL KERNEL" of the log; has some kernels for bfloat16 alone
 STANDIN_TRACE    1: write each operation and each wait of the host to stderr
 """
 

@@ -161,8 +161,6 @@ class Parameter(NamedTuple):
 class Kernel:
     """An ``.entry`` of PTX, translated."""
 
-    HEADERS = ("instructions.h", "memory.h", "registry.h")
-
     def __init__(self, name: str, parameters: str, directives: str, shared: set[str]) -> None:
         self.name = name
         self.shared = shared  # names of the dynamic shared memory, which begins at 0
@@ -318,11 +316,6 @@ class Kernel:
     def cxx(self, function: str) -> str:
         return "\n".join([f"void {function}(const unsigned char* parameters) {{", *self.lines, "}"])
 
-    def registration(self, function: str) -> str:
-        sizes = ", ".join(f"{{{p.offset}, {p.num_bytes}}}" for p in self.parameters.values())
-        kernel = f'{{"{self.name}", {function}, {{{sizes}}}, {self.max_threads}}}'
-        return f"const Registration registration_of_{function}({kernel});"
-
 
 def cxx_name(register: str) -> str:
     return f"r_{register.removeprefix('%')}"
@@ -341,14 +334,14 @@ def split_operands(text: str) -> list[str]:
     return [part.strip() for part in re.findall(r"(?:\{[^}]*\}|[^,{])+", text)]
 
 
-def parse(text: str, kernel_type: type[Kernel] = Kernel) -> list[Kernel]:
+def parse(text: str) -> list[Kernel]:
     """Return the kernels of a PTX file."""
     text = re.sub(r"//[^\n]*", "", text)
     shared = set(re.findall(r"\.extern \.shared [^;]*?(\w+)\[\];", text))
     entry = r"\.entry\s+(\w+)\s*\(([^)]*)\)([^{]*)\{(.*?)\n\}"
     kernels = []
     for name, parameters, directives, body in re.findall(entry, text, re.DOTALL):
-        kernel = kernel_type(name, parameters, directives, shared)
+        kernel = Kernel(name, parameters, directives, shared)
         parse_body(kernel, body)
         kernels.append(kernel)
     if len(kernels) != len(re.findall(r"\.entry\b", text)) or ".func" in text:
@@ -391,25 +384,27 @@ def parse_statement(kernel: Kernel, statement: str) -> None:
     kernel.add_instruction(guard, opcode, split_operands(operands or ""))
 
 
-def translate(
-    text: str, kernel_type: type[Kernel] = Kernel, names: re.Pattern[str] | None = None
-) -> str:
+def translate(text: str) -> str:
     """Return a C++ file with the kernels of a PTX file, which registers them by their names.
-
-    ``names`` finds something in the names of the wanted kernels.
 
     Raises:
         UnknownPtxError: Something that this translator does not know.
     """
-    kernels = [
-        kernel for kernel in parse(text, kernel_type) if names is None or names.search(kernel.name)
-    ]
+    kernels = parse(text)
+    functions = [kernel.cxx(f"kernel_{i}") for i, kernel in enumerate(kernels)]
+    registrations = []
+    for i, kernel in enumerate(kernels):
+        sizes = ", ".join(f"{{{p.offset}, {p.num_bytes}}}" for p in kernel.parameters.values())
+        registrations.append(
+            f'const Registration registration_{i}("{kernel.name}", '
+            f"{{kernel_{i}, {{{sizes}}}, {kernel.max_threads}}});"
+        )
     return "\n\n".join(
         [
-            "\n".join(f'#include "{header}"' for header in kernel_type.HEADERS),
+            '#include "instructions.h"\n#include "memory.h"\n#include "registry.h"',
             "namespace syncbn::emulation::ptx {\nnamespace {",
-            *(kernel.cxx(f"kernel_{i}") for i, kernel in enumerate(kernels)),
-            *(kernel.registration(f"kernel_{i}") for i, kernel in enumerate(kernels)),
+            *functions,
+            "\n".join(registrations),
             "}  // namespace\n}  // namespace syncbn::emulation::ptx\n",
         ]
     )

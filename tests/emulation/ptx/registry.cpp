@@ -14,15 +14,15 @@ std::map<std::string, Kernel>& kernels() {
 
 }  // namespace
 
-Registration::Registration(const Kernel& kernel) {
-  if (!kernels().emplace(kernel.name, kernel).second) {
-    throw std::logic_error("two kernels of the name " + kernel.name);
+Registration::Registration(const char* name, const Kernel& kernel) {
+  if (!kernels().emplace(name, kernel).second) {
+    throw std::logic_error(std::string("two kernels of the name ") + name);
   }
 }
 
-void for_each_kernel(const std::function<void(const Kernel&)>& function) {
+void for_each_kernel(const std::function<void(const std::string&, const Kernel&)>& function) {
   for (const auto& [name, kernel] : kernels()) {
-    function(kernel);
+    function(name, kernel);
   }
 }
 
@@ -48,18 +48,7 @@ void launch(const Kernel& kernel, dim3 grid, dim3 block, size_t shared_bytes,
     std::memcpy(parameters + offset, arguments[i], num_bytes);
   }
   written.clear();
-  if (observer != nullptr) {
-    observer->begin(kernel.name);
-  }
-  run_grid(grid, block, shared_bytes, [&] {
-    if (observer != nullptr) {
-      observer->begin_thread();
-    }
-    kernel.function(parameters);
-  });
-  if (observer != nullptr) {
-    observer->end();
-  }
+  run_grid(grid, block, shared_bytes, [&] { kernel.function(parameters); });
 }
 
 }  // namespace syncbn::emulation::ptx

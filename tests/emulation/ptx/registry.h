@@ -16,7 +16,6 @@ struct Parameter {
 };
 
 struct Kernel {
-  std::string name;
   void (*function)(const unsigned char* parameters);
   std::vector<Parameter> parameters;
   unsigned max_threads;
@@ -24,20 +23,11 @@ struct Kernel {
 
 // Each translated file has one for each of its kernels.
 struct Registration {
-  Registration(const Kernel& kernel);
+  Registration(const char* name, const Kernel& kernel);
 };
 
-void for_each_kernel(const std::function<void(const Kernel&)>& function);
-
-// Sees each launch and each of its threads, which run in the order of `order`.
-class LaunchObserver {
- public:
-  virtual ~LaunchObserver() = default;
-  virtual void begin(const std::string& kernel) = 0;
-  virtual void begin_thread() = 0;
-  virtual void end() = 0;
-};
-inline LaunchObserver* observer = nullptr;
+// Calls the function with each kernel and its name.
+void for_each_kernel(const std::function<void(const std::string&, const Kernel&)>& function);
 
 // Runs a launch of a kernel; `arguments` points to each of its arguments.
 //

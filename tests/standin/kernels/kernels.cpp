@@ -67,12 +67,12 @@ void run(const void* kernel, const unsigned* grid, const unsigned* block, size_t
 const bool kOffered = [] {
   names_workspace = false;
   check_allocation = check_in_allocation;
-  for_each_kernel([](const Kernel& kernel) {
+  for_each_kernel([](const std::string& name, const Kernel& kernel) {
     std::vector<size_t> sizes;
     for (const Parameter& parameter : kernel.parameters) {
       sizes.push_back(parameter.num_bytes);
     }
-    standin_register_kernel(kernel.name.c_str(), sizes.data(), sizes.size(), run, &kernel);
+    standin_register_kernel(name.c_str(), sizes.data(), sizes.size(), run, &kernel);
   });
   return true;
 }();
