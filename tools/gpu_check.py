@@ -127,8 +127,8 @@ def stages(output: Path) -> list[list[Part]]:
     return [
         [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],
         [Part("environment", ["sh", "-c", environment], 20, env)],
-        [Part(name, [*pytest, *paths], 210, env) for name, paths in TESTS.items()],
-        [Part("benchmark", benchmark, 180, env)],
+        [Part(name, [*pytest, *paths], 270, env) for name, paths in TESTS.items()],
+        [Part("benchmark", benchmark, 120, env)],
     ]
 
 
