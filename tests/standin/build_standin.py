@@ -144,14 +144,16 @@ class Build:
         def one(source: Path) -> tuple[Path, Path]:
             launch = self.folder / f"{source.stem}.{architecture}.o"
             translated = self.folder / f"{source.stem}.{architecture}.ptx.cpp"
+            keep = self.folder / f"{source.stem}.{architecture}"
+            generated = keep / f"{source.stem}.ptx"
             if not is_newer(launch, [source, *dependencies(launch)]):
-                keep = self.folder / f"{source.stem}.{architecture}"
                 keep.mkdir(exist_ok=True)
                 nvcc = cuda.find("bin/nvcc")
                 listed = ["-MMD", "-MF", launch.with_suffix(".d")]
                 kept = ["--keep", "--keep-dir", keep]
                 run(nvcc, "-c", *options, *listed, *kept, source, "-o", launch)
-                text = (keep / f"{source.stem}.ptx").read_text()
+            if not is_newer(translated, [generated, Path(ptx.__file__)]):
+                text = generated.read_text()
                 translated.write_text(ptx.translate(text) if ".entry" in text else "")
             return launch, translated
 
