@@ -65,8 +65,9 @@ def test_error_is_at_most_twice_torchs(dtype, parameter_dtype, shape, layout, me
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", [(4, 16, 5, 7), (8, 30, 14, 14)])
-def test_error_in_float64_is_at_most_twice_torchs(shape, layout):
-    """Against 80-bit arithmetic, by NumPy."""
+def test_error_in_float64_is_at_most_that_of_four_operations(shape, layout):
+    """Against 80-bit arithmetic, by NumPy. The bound is not torch's error: that is up to five times
+    as large on CPUs, and smaller on GPUs, where it showed what CPUs had hidden."""
     import numpy as np
 
     x = make_input(shape, layout, torch.float64, std=1.0)
@@ -76,10 +77,8 @@ def test_error_in_float64_is_at_most_twice_torchs(shape, layout):
     var = ((wide - mean) ** 2).mean((0, 2, 3), keepdims=True)
     exact = (wide - mean) / np.sqrt(var + np.longdouble(1e-5))
     ours = SyncBatchNorm(shape[1]).double()(x).detach().cpu().numpy()
-    torchs = nn.BatchNorm2d(shape[1]).double()(x).detach().cpu().numpy()
-    # The roundings of four operations, half an eps each: torch may be all but exact.
-    allowed = max(2 * np.abs(torchs - exact).max(), 2 * np.finfo(ours.dtype).eps * abs(exact).max())
-    assert np.abs(ours - exact).max() <= allowed
+    # Half an eps each.
+    assert np.abs(ours - exact).max() <= 2 * np.finfo(ours.dtype).eps * abs(exact).max()
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0, 3.0, 30.0])
