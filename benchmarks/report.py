@@ -13,18 +13,18 @@ from benchmarks.results import RATIO, STEP, Row, read
 
 NO_RESULTS = "`make bench` measures the machine it runs on and writes the results here.\n"
 
-# Lines of the README's table, in this order; the page has all.
+# Lines of the README's tables, in this order; the page has all.
 CASES = {
     "ResNet-50 x32": "layers of ResNet-50, 32 images",
     "ResNet-50 x256": "layers of ResNet-50, 256 images",
     "memory": "larger than the caches",
-    "cache": "fits the last cache",
-    "2-D": "2-D",
     "sweep": "geometric mean over nets",
     "small layer": "tiny",
 }
 COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last")
 
+ABOVE_ALL = "Speed of a layer's forward and backward pass: 2.00x takes half the time."
+OF_DEVICE = "Relative to {theirs}, on {device} {how}, {date}:"
 ABOVE = (
     "Speed of one layer's forward and backward pass on a {processor}, relative to {theirs}: 2.00x "
     "takes half the time."
@@ -90,7 +90,10 @@ def is_cuda(rows: list[Row]) -> bool:
 
 def text(results: list[list[Row]]) -> str:
     """Return the README's block: a table for each device, or how to get one."""
-    return "\n".join(map(_summary, results)) or NO_RESULTS
+    if not results:
+        return NO_RESULTS
+    tables = [line for rows in results for line in _summary(rows)]
+    return "\n".join([*_wrapped(ABOVE_ALL), "", *tables, ALL]) + "\n"
 
 
 def page(results: list[list[Row]]) -> str:
@@ -98,11 +101,8 @@ def page(results: list[list[Row]]) -> str:
     return "\n".join(map(_section, results)) or NO_RESULTS
 
 
-def _summary(rows: list[Row]) -> str:
-    setting = _setting(rows)
-    below = " ".join([ORIGIN, *_default_allocator(rows, tuple(CASES)), ALL])
-    lines = [*_wrapped(ABOVE.format(**setting)), "", *_table("input", rows, CASES), ""]
-    return "\n".join([*lines, *_wrapped(below.format(**setting))]) + "\n"
+def _summary(rows: list[Row]) -> list[str]:
+    return [*_wrapped(OF_DEVICE.format(**_setting(rows))), "", *_table("input", rows, CASES), ""]
 
 
 def _section(rows: list[Row]) -> str:
@@ -127,10 +127,10 @@ def _setting(rows: list[Row]) -> dict[str, str | float]:
     setting = {name: getattr(steps[0], name) for name in ("device", "date", "commit", "torch")}
     if is_cuda(rows):
         processor, theirs = "GPU", "`torch.nn.SyncBatchNorm`"
-        how = "in a group of one rank over NCCL"
+        how = "in a group of one rank"
     else:
         processor, theirs = "CPU", "torch's `BatchNorm`"
-        how = f"with {steps[0].threads} threads, in one process without communication"
+        how = f"with {steps[0].threads} threads, in one process"
     return setting | {"noise": noise, "processor": processor, "theirs": theirs, "how": how}
 
 
