@@ -30,8 +30,8 @@ ForwardResults batch_norm_apply(const ForwardArguments& a) {
 
   const void* x = input.const_data_ptr();
   void* y = output.mutable_data_ptr();
-  const Plan plan = make_plan(kElementwise, geometry, to_dtype(input.scalar_type()), {x, epilogue.residual, y},
-                              device.multiprocessors());
+  const Plan plan = make_plan(kElementwise, geometry, to_dtype(input.scalar_type()),
+                              {x, epilogue.residual, y}, device.multiprocessors());
   launch_batch_norm_apply(
       plan, device.stream(), x, static_cast<const double*>(required(a.totals).const_data_ptr()),
       Verifier{a.expectation, to_status(a.status)}, to_channel_input(a.weight),

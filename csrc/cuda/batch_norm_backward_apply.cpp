@@ -21,8 +21,8 @@ BackwardApplyResults batch_norm_backward_apply(const BackwardArguments& a) {
   const void* dy = a.grad_output.const_data_ptr();
   const void* x = input.const_data_ptr();
   void* dx = grad_input.mutable_data_ptr();
-  const Plan plan =
-      make_plan(kElementwise, geometry, to_dtype(input.scalar_type()), {dy, x, dx}, device.multiprocessors());
+  const Plan plan = make_plan(kElementwise, geometry, to_dtype(input.scalar_type()), {dy, x, dx},
+                              device.multiprocessors());
   launch_batch_norm_backward_apply(
       plan, device.stream(), dy, x, static_cast<const double*>(a.mean.const_data_ptr()),
       static_cast<const double*>(a.invstd.const_data_ptr()), to_channel_input(a.weight),
