@@ -2,12 +2,13 @@
 //
 // A thread loads chunks of 8 or 16 vectors into registers and computes from each its mean, then its
 // squared deviations from the mean: as robust as Welford's method, without a division for each
-// value. Chunks, then threads, are merged exactly in float (csrc/common/moments.h has the formula);
-// blocks are added up in float64.
+// value. Chunks are merged exactly in float (csrc/common/moments.h has the formula), then about
+// eight threads at once. From there on sums of deviations, and then of values, are added up in
+// float64.
 //
 // Floats cannot hold the mean of values far from zero. So all threads of a channel or column first
-// subtract one of its values, the pivot, and a merge of several means subtracts the first of them:
-// it rounds only small numbers. Values of 16 bits need no pivot: their own rounding is coarser.
+// subtract one of its values, the pivot. Values of 16 bits need no pivot: their own rounding is
+// coarser.
 
 #include "../../common/message.h"
 #include "../../common/moments.h"
@@ -69,16 +70,16 @@ struct DeviationSums {
   }
 };
 
-// Of `count` values with this mean, relative to the base, and this sum of squared deviations from
-// it.
+// The sums over `count` values; `mean` is relative to the base, `m2` the sum of their squared
+// deviations from the mean.
 template <typename A>
 __device__ __forceinline__ DeviationSums to_deviation_sums(A count, double mean, A m2) {
   const double sum = static_cast<double>(count) * mean;
   return {static_cast<double>(count), sum, static_cast<double>(m2) + sum * mean};
 }
 
-// The same for several states. The sum of the deviations from the rounded mean is what it lacks:
-// the mean of many values is more exact than one of them.
+// The sums over the values of several states, whose means are relative to the base. `rest` corrects
+// the rounding of the mean: a float is less exact than the mean of many floats.
 template <typename A, int kNumber>
 __device__ __forceinline__ DeviationSums add_up_states(const Moments<A> (&states)[kNumber]) {
   A count = 0;
@@ -124,19 +125,20 @@ __device__ __forceinline__ compute_t<T> find_base(const StatsMemory<T, kVector>&
                                                   unsigned first_column, unsigned columns) {
   if constexpr (!std::is_same_v<T, double>) {
     return memory.first[first_column];
-  }
-  // One thread of a small tensor has one value, which may be far from the others: in float64 that
-  // costs a digit.
-  double sum = 0;
-  int number = 0;
-  for (unsigned member = 0; member < kStates && member < blockDim.y; ++member) {
-    const unsigned place = member * columns + first_column;
-    if (memory.counts[place / kVector] > 0) {
-      sum += memory.first[place];
-      ++number;
+  } else {
+    // In a small tensor a thread has one value. If it is far from the others, the sums in float64
+    // lose a digit.
+    double sum = 0;
+    int number = 0;
+    for (unsigned member = 0; member < kStates && member < blockDim.y; ++member) {
+      const unsigned place = member * columns + first_column;
+      if (memory.counts[place / kVector] > 0) {
+        sum += memory.first[place];
+        ++number;
+      }
     }
+    return number == 0 ? 0 : sum / number;
   }
-  return number == 0 ? 0 : sum / number;
 }
 
 // Merges the moments of the block's threads to terms in memory. All threads of the block call it.

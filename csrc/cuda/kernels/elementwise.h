@@ -6,9 +6,9 @@
 // barrier finish<A>(operands, derived, channel) writes the channel's results, in the first of the
 // channel's blocks. The kernel's argument is the formula without constants.
 //
-// A block reads its segment backwards: the previous reduction has read the segment's end last, so
-// the L2 cache may still hold it. The first loads are issued before the constants are computed, but
-// after the loads of the operands.
+// A block reads its segment backwards: the previous reduction has read the ends of its segments
+// last, so the L2 cache may still hold some of them. The first loads are issued before the
+// constants are computed, but after the loads of the operands.
 #pragma once
 
 #include "activations.h"
