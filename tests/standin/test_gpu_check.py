@@ -54,6 +54,10 @@ def test_gpu_check(small_stages, tmp_path, monkeypatch, capsys):
         rows = list(csv.DictReader(file))
     counted = [row for row in rows if row["benchmark"] == "launches"]
     assert counted and {row["benchmark"] for row in rows} > {"layer", "operators", "overhead"}
+    waits = [
+        r["median"] for r in counted if (r["variant"], r["quantity"][-5:]) == ("syncbn", "waits")
+    ]
+    assert waits and set(waits) == {"0"}
     assert "CUDA operators" in (output / "environment.log").read_text()
 
 
