@@ -127,7 +127,7 @@ def _setting(rows: list[Row]) -> dict[str, str | float]:
     setting = {name: getattr(steps[0], name) for name in ("device", "date", "commit", "torch")}
     if is_cuda(rows):
         processor, theirs = "GPU", "`torch.nn.SyncBatchNorm`"
-        how = "in a group of one rank"
+        how = "in a group of one rank over NCCL"
     else:
         processor, theirs = "CPU", "torch's `BatchNorm`"
         how = f"with {steps[0].threads} threads, in one process"
