@@ -186,8 +186,9 @@ __device__ void merge_columns(StatsMemory<T, kVector>& memory, const Matrix& mat
   if (walk.is_reader()) {
     memory.terms[walk.term()] = sums;
   }
-  if (walk.is_first_reader()) {
-    memory.bases[walk.channel()] = static_cast<double>(channel_pivot) + static_cast<double>(base);
+  const int thread = thread_index();
+  if (thread < matrix.tile_channels) {  // the first reader of a channel
+    memory.bases[thread] = static_cast<double>(channel_pivot) + static_cast<double>(base);
   }
 }
 

@@ -85,10 +85,6 @@ class StateWalk {
   }
 
   __device__ __forceinline__ bool is_reader() const { return is_reader_; }
-  __device__ __forceinline__ bool is_first_reader() const {
-    return is_reader_ && term_ % matrix_.readers == 0;
-  }
-  __device__ __forceinline__ unsigned channel() const { return term_ / matrix_.readers; }
   __device__ __forceinline__ bool has_state() const { return place_ < end_; }
   // The place of the state.
   __device__ __forceinline__ unsigned place() const { return place_; }

@@ -43,7 +43,7 @@ struct KernelKind {
 };
 // Threads hold the states of many channels, and fewer blocks have fewer partial sums.
 constexpr KernelKind kReduction{2, 8, kLineBytes, true};
-// More warps hide more latency. With one line of each row, memory is 8 % slower.
+// More warps hide more latency, and memory is slower if a block reads one line of each row.
 constexpr KernelKind kElementwise{3, 4, 4 * kLineBytes, false};
 
 // Rows in flight of a thread of a matrix, whose vectors may be narrow: as many bytes, in at most 16
