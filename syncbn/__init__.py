@@ -20,8 +20,8 @@ from syncbn.modules import (
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
-    _reconstruct,  # noqa: F401  # pickles name it
 )
+from syncbn.pickles import _reconstruct  # noqa: F401  # pickles name it
 from syncbn.utils.consistency import check_synchronized
 from syncbn.utils.freeze import freeze_statistics, unfreeze_statistics
 from syncbn.utils.precise_bn import recompute_statistics

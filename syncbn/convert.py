@@ -1,150 +1,29 @@
 """Conversion of a model's batch normalization layers, and the way back."""
 
-import copyreg
-import functools
-import inspect
-import sys
 import types
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import torch
-import torch.fx
-from torch import Tensor, nn
+from torch import nn
 
-# From their own module: a program may have bound the names of torch.nn to something else.
-from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
+# From its own module: a program may have bound the name in torch.nn to something else.
 from torch.nn.modules.batchnorm import SyncBatchNorm as TorchSyncBatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized
 
 from syncbn import _compat
 from syncbn._compat import BatchNormBase
+from syncbn.derived import EPILOGUE, SYNCHRONIZED, has_own_methods, sync_class
 from syncbn.distributed import collectives, groups
 from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
-from syncbn.modules import (
-    RECONSTRUCTIONS,
-    BatchNorm,
-    LayerState,
-    ModuleT,
-    SyncBatchNorm,
-    SyncBatchNorm1d,
-    SyncBatchNorm2d,
-    SyncBatchNorm3d,
-    SyncBatchNormAct,
-    _reconstruct,
-    fx_leaf,
-)
+from syncbn.layer_state import LayerState
+from syncbn.modules import BatchNorm, ModuleT, SyncBatchNorm
 
 Layers = list[tuple[str, nn.Module]]  # with their names in the model
 
-# The synchronized class of each of torch's.
-_SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
-    BatchNormBase: SyncBatchNorm,
-    BatchNorm1d: SyncBatchNorm1d,
-    BatchNorm2d: SyncBatchNorm2d,
-    BatchNorm3d: SyncBatchNorm3d,
-}
-_DIMS = {
-    getattr(cls, _compat.INPUT_CHECK): ours._syncbn_dims for cls, ours in _SYNCHRONIZED.items()
-}
-
 # The class names that TorchScript keeps of batch normalization layers.
 _SCRIPTED = {"BatchNorm", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d"}
-
-# Attributes of a layer that takes an activation, with their defaults.
-_EPILOGUE = {"activation": None, "negative_slope": 0.01}
-
-
-class _Derived(SyncBatchNorm):
-    """The first base of the classes that conversion derives from other classes."""
-
-    def __init_subclass__(cls) -> None:
-        """Call no base class, which may keep a list of the subclasses that a program defines."""
-
-    def _syncbn_forward(self, *arguments: Any) -> Tensor:
-        if not _compat.is_exporting():  # which refuses side effects
-            self._syncbn.reached = True
-        return super()._syncbn_forward(*arguments)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        make, arguments, *state = super().__reduce_ex__(protocol)  # type: ignore[misc]
-        if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return make, arguments, *state  # the user's class has its own way
-        kept = ("derived", self._syncbn_original, self._syncbn_takes_activation)
-        return _reconstruct, kept, *state
-
-
-@functools.cache
-def _derive(original: type[nn.Module], takes_activation: bool) -> type[SyncBatchNorm]:
-    """Return the class that does as ``original``, with the statistics of the whole batch."""
-    if _is_timms(original):
-        bases: tuple[type[nn.Module], ...] = (SyncBatchNormAct, original)
-    else:
-        torchs = next(base for base in original.__mro__ if base in _SYNCHRONIZED)
-        bases = (_SYNCHRONIZED[torchs],)
-        if original is not torchs:
-            bases = (original, *bases)
-    input_check = getattr(original, _compat.INPUT_CHECK)
-    names = {
-        "__module__": original.__module__,
-        "__doc__": f"{original.__name__} with the statistics of the whole batch.",
-        "_syncbn_original": original,
-        "_syncbn_dims": _DIMS.get(input_check),
-        "_syncbn_takes_activation": takes_activation,
-        _compat.INPUT_CHECK: input_check,
-    }
-    name = "Sync" + original.__name__.removeprefix("Sync")
-    derived: Any = types.new_class(
-        name, (_Derived, *bases), exec_body=lambda body: body.update(names)
-    )
-    if not takes_activation:
-        derived.forward = _checked_forward(original, derived)
-    return derived  # type: ignore[no-any-return]
-
-
-def _new_derived(original: Any, takes_activation: bool) -> nn.Module:
-    cls = _derive(original, takes_activation)
-    return cls.__new__(cls)
-
-
-RECONSTRUCTIONS["derived"] = _new_derived
-
-
-def _checked_forward(
-    original: type[nn.Module], derived: type[SyncBatchNorm]
-) -> Callable[..., Tensor]:
-    """Return the class's forward, which warns in training if it does not reach ours."""
-
-    @fx_leaf
-    @functools.wraps(original.forward)
-    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        state = layer._syncbn
-        if _compat.is_exporting():
-            return super(derived, layer).forward(*args, **kwargs)
-        state.reached = False
-        output = super(derived, layer).forward(*args, **kwargs)
-        if layer.training and not state.reached:
-            _warn_of_local_statistics(original.__name__, state.identity.name)
-        return output
-
-    return forward
-
-
-@_compat.constant_in_graphs
-def _warn_of_local_statistics(cls: str, name: str) -> None:
-    warnings.warn(
-        f"the layer {name!r} is a {cls} that normalizes by itself in training: its forward did not "
-        "call super().forward, so its statistics are this rank's alone. Call that in it, or "
-        "convert the model without this layer",
-        stacklevel=4,
-    )
-
-
-def _is_librarys(cls: type) -> bool:
-    """Whether torch or syncbn defines the class."""
-    return f"{cls.__module__}.".startswith(("torch.nn.modules.", "syncbn."))
 
 
 @overload
@@ -226,7 +105,7 @@ def convert_sync_batchnorm(
                 "channels yet; run one batch through the model before converting it"
             )
     _check_not_awaiting_quantization(layers)
-    classes = [_sync_class(layer, name) for name, layer in layers]  # before anything is changed
+    classes = [sync_class(layer, name) for name, layer in layers]  # before anything is changed
     for (name, layer), cls in zip(layers, classes, strict=True):
         if isinstance(layer, SyncBatchNorm):
             if name:
@@ -240,7 +119,7 @@ def convert_sync_batchnorm(
         consequence = "stays torch's" if _is_synchronized(layer) else "does not synchronize"
         warnings.warn(_skip_message(layer, name, consequence), stacklevel=2)
     converted = {base for cls in classes if cls is not None for base in cls.__mro__}
-    for torchs in _SYNCHRONIZED:
+    for torchs in SYNCHRONIZED:
         if torchs in converted and not _compat.is_code_of_batch_norm(torchs.forward):
             warnings.warn(
                 f"torch.nn.{torchs.__name__}.forward is not torch's own, but {torchs.forward!r}; "
@@ -261,7 +140,7 @@ def _synchronize(
     state = LayerState(name).with_group(held if group is None else group)
     layer._syncbn = state  # type: ignore[assignment]
     if cls._syncbn_takes_activation:
-        for attribute, value in _EPILOGUE.items():
+        for attribute, value in EPILOGUE.items():
             layer.__dict__.setdefault(attribute, value)
 
 
@@ -311,7 +190,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """
     _compat.check_module(module)
     layers, skipped = _modules_to_visit(
-        module, lambda layer, _: _is_synchronized(layer) and _has_own_methods(layer)
+        module, lambda layer, _: _is_synchronized(layer) and has_own_methods(layer)
     )
     for name, layer in layers:
         block = _compat.compiled_original(layer) or layer
@@ -326,7 +205,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
             _desynchronize(layer)
         elif isinstance(layer, TorchSyncBatchNorm):
             layer.__dict__.pop("process_group", None)
-            layer.__dict__.update(_EPILOGUE)
+            layer.__dict__.update(EPILOGUE)
             layer.__class__ = BatchNorm  # type: ignore[assignment]
     _bind_forward_again(layers)
     for name, layer in skipped:
@@ -341,7 +220,7 @@ def _desynchronize(layer: SyncBatchNorm) -> None:
         if layer.activation is not None:
             cls = BatchNorm
         elif cls is not BatchNorm:
-            for attribute in _EPILOGUE:
+            for attribute in EPILOGUE:
                 layer.__dict__.pop(attribute, None)
     del layer._syncbn
     layer.__class__ = cls  # type: ignore[assignment]
@@ -419,83 +298,10 @@ def _skip_message(layer: nn.Module, name: str, consequence: str) -> str:
     )
 
 
-# Methods that a subclass may override and still compute what its base computes.
-_HARMLESS = {"__init__", _compat.INPUT_CHECK, "extra_repr"}
-# Made by Python 3.14 for annotations.
-_HARMLESS |= {"__annotate__", "__annotate_func__"}
-
-
-def _has_own_methods(layer: nn.Module) -> bool:
-    """Whether the layer may compute something else than torch's and our classes."""
-    if "forward" in vars(layer):  # replaced on the instance
-        return True
-    if isinstance(layer, _Derived):
-        return False
-    for cls in type(layer).__mro__:
-        if cls.__module__ in ("builtins", "typing") or _is_librarys(cls):
-            continue
-        for name, value in vars(cls).items():
-            is_method = inspect.isroutine(value) or isinstance(value, property)
-            replaces_one = callable(value) and hasattr(BatchNormBase, name)
-            if (is_method or replaces_one) and name not in _HARMLESS:
-                return True
-    return False
-
-
-def _sync_class(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
-    """Return the class that does what this layer does, synchronized; None if there is none.
-
-    Raises:
-        TypeError: Python cannot derive a class from the layer's.
-    """
-    if not isinstance(layer, BatchNormBase) or isinstance(layer, SyncBatchNorm):
-        return None
-    if "forward" in vars(layer):  # replaced on the instance
-        return None
-    cls: Any = type(layer)
-    timms: Any = _timms_class(layer)
-    if isinstance(layer, TorchSyncBatchNorm) and timms is None:
-        return None if _has_own_methods(layer) else SyncBatchNorm
-    inside = (module for module in layer.modules() if module is not layer)
-    if any(isinstance(module, BatchNormBase) for module in inside):
-        return None  # it normalizes a part of its input by another layer
-    if not collectives.is_group(vars(layer).get("process_group")):
-        return None  # an attribute of the program, which our property would hide
-    has_own_activation = any(hasattr(layer, attribute) for attribute in _EPILOGUE)
-    if cls is BatchNorm:
-        return SyncBatchNorm
-    if cls in _SYNCHRONIZED and not has_own_activation:
-        return _SYNCHRONIZED[cls]
-    if timms is None and (hasattr(cls, "process_group") or is_parametrized(layer)):
-        return None  # likewise; torch gives a parametrized layer the first base of its class back
-    owner = next(base for base in cls.__mro__ if "forward" in vars(base))
-    takes_activation = timms is not None or (_is_librarys(owner) and not has_own_activation)
-    try:
-        return _derive(timms or cls, takes_activation)
-    except Exception as error:  # of the code that a metaclass runs
-        raise TypeError(
-            f"the layer {name!r} is a {cls.__name__}, and no class can derive from that: "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
 def _cannot_synchronize(layer: nn.Module, name: str) -> bool:
     """Whether the layer normalizes batches in a way that none of our classes does."""
     if isinstance(layer, torch.jit.ScriptModule):
         scripted = (getattr(module, "original_name", "") for module in layer.modules())
         return any(name in _SCRIPTED for name in scripted)
     is_other = isinstance(layer, BatchNormBase) and not isinstance(layer, SyncBatchNorm)
-    return is_other and _sync_class(layer, name) is None
-
-
-def _is_timms(cls: type[nn.Module]) -> bool:
-    return cls.__module__.startswith("timm.") and cls.__name__ == "BatchNormAct2d"
-
-
-def _timms_class(layer: nn.Module) -> type[nn.Module] | None:
-    """Return timm's ``BatchNormAct2d`` if the layer is one or was one before timm's converter."""
-    cls: type[nn.Module] = type(layer)
-    if cls.__module__.startswith("timm.") and cls.__name__ == "SyncBatchNormAct":
-        cls = getattr(sys.modules[cls.__module__], "BatchNormAct2d", cls)
-    is_whole = {"drop", "act"} <= _compat.children(layer).keys()
-    return cls if is_whole and _is_timms(cls) else None
+    return is_other and sync_class(layer, name) is None

@@ -9,8 +9,9 @@ from syncbn import _compat
 from syncbn._compat import BatchNormBase
 from syncbn.fusion import capture, graph_module, patterns
 from syncbn.fusion.tracer import TraceError
-from syncbn.modules import RECONSTRUCTIONS, ModuleT, SyncBatchNorm, SyncBatchNormAct
+from syncbn.modules import ModuleT, SyncBatchNorm, SyncBatchNormAct
 from syncbn.ops import epilogue
+from syncbn.pickles import RECONSTRUCTIONS
 
 
 class FusedLayer(NamedTuple):

@@ -14,8 +14,9 @@ import torch.fx
 from torch import Tensor, nn
 
 from syncbn import _compat
-from syncbn.modules import RECONSTRUCTIONS, SyncBatchNorm, _reconstruct
+from syncbn.modules import SyncBatchNorm
 from syncbn.ops import epilogue
+from syncbn.pickles import RECONSTRUCTIONS, _reconstruct
 
 
 class FusedActivation(nn.Identity):

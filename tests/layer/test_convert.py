@@ -274,10 +274,12 @@ def swapped(request, monkeypatch):
     monkeypatch.setattr(nn, "SyncBatchNorm", SyncBatchNorm)
     if request.param == "import first":
         return syncbn.convert
-    monkeypatch.setattr(syncbn.modules, "RECONSTRUCTIONS", {**syncbn.modules.RECONSTRUCTIONS})
-    spec = importlib.util.find_spec("syncbn.convert")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    monkeypatch.setattr(syncbn.pickles, "RECONSTRUCTIONS", {**syncbn.pickles.RECONSTRUCTIONS})
+    for name in ("syncbn.derived", "syncbn.convert"):
+        spec = importlib.util.find_spec(name)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, name, module)
+        spec.loader.exec_module(module)
     return module
 
 
