@@ -116,9 +116,12 @@ def draw(runs: list[Run], path: str) -> None:
 
 def main() -> None:
     """Train in three ways, and compare."""
-    parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description="Trains digits in three ways and draws the curves.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
     parser.add_argument("--output", default="digits.png", help="where to draw the curves")
-    parser.add_argument("--seed", type=int, default=0, help="for the parameters and the order")
+    parser.add_argument("--seed", type=int, default=0, help="random seed")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it by torchrun --nproc-per-node 2 examples/digits.py")

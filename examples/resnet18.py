@@ -150,7 +150,7 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
                 f"({type(error).__name__}); move it away or name another file"
             ) from error
         if rank == 0:
-            print(f"resumes after epoch {done} of {args.checkpoint}", flush=True)
+            print(f"resuming from {args.checkpoint}, after epoch {done}", flush=True)
 
     for epoch in range(done + 1, args.epochs + 1):
         # Epoch and rank determine the images and their augmentation, so a checkpoint needs no state
@@ -182,15 +182,15 @@ def main() -> None:
         description="Trains ResNet-18 under torchrun.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--data", type=Path, help="folder of train/ and val/; None is synthetic")
+    parser.add_argument("--data", type=Path, help="folder of train/ and val/, or synthetic")
     parser.add_argument("--images", type=int, default=2048, help="synthetic training images")
     parser.add_argument("--image-size", type=int, default=224, help="in pixels")
     parser.add_argument("--batch-size", type=int, default=32, help="per rank")
-    parser.add_argument("--epochs", type=int, default=3, help="total, with those of a checkpoint")
-    parser.add_argument("--lr", type=float, default=0.1, help="for 256 images; is scaled")
+    parser.add_argument("--epochs", type=int, default=3, help="including those in the checkpoint")
+    parser.add_argument("--lr", type=float, default=0.1, help="for 256 images a step, is scaled")
     parser.add_argument("--workers", type=int, default=2, help="loader processes per rank")
     parser.add_argument(
-        "--checkpoint", type=Path, default=Path("resnet18.pt"), help="resumed from, and written"
+        "--checkpoint", type=Path, default=Path("resnet18.pt"), help="to resume from and to write"
     )
     args = parser.parse_args()
     if "RANK" not in os.environ:

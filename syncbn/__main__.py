@@ -85,10 +85,14 @@ def explain(model: nn.Module) -> str:
 
 def main() -> None:
     """Run the command that the arguments name."""
-    parser = argparse.ArgumentParser(prog="python -m syncbn")
+    parser = argparse.ArgumentParser(
+        prog="python -m syncbn", description="Describe this build, or a model's layers."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print the facts for a bug report")
-    about = "print which batch normalization layers of a model convert and fuse, and why others not"
+    about = (
+        "print which layers of a model convert and fuse, and the reason why others stay"
+    )
     explainer = commands.add_parser("explain", help=about, description=about)
     explainer.add_argument(
         "model",

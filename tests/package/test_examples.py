@@ -137,7 +137,7 @@ def test_resnet18_that_goes_on_is_the_one_that_was_not_interrupted(tmp_path):
     ]
     (tmp_path / "whole.1").rename(tmp_path / "interrupted")
     printed = run(tmp_path, *command, "--checkpoint=interrupted").stdout
-    assert "resumes after epoch 1 of interrupted" in printed and "epoch 1:" not in printed
+    assert "resuming from interrupted, after epoch 1" in printed and "epoch 1:" not in printed
 
     resumed = torch.load(tmp_path / "interrupted", weights_only=True)
     whole = torch.load(tmp_path / "whole", weights_only=True)
