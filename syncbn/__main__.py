@@ -90,9 +90,7 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("info", help="print the facts for a bug report")
-    about = (
-        "print which layers of a model convert and fuse, and the reason why others stay"
-    )
+    about = "print which layers of a model convert and fuse, and the reason why others stay"
     explainer = commands.add_parser("explain", help=about, description=about)
     explainer.add_argument(
         "model",
