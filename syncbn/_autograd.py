@@ -43,8 +43,6 @@ def train(
             totals = ops.batch_norm_stats(
                 input, step.tail, *arguments.for_checks(), mask=arguments.mask
             )
-            if step.group is None:
-                ops.check_more_than_one_value(totals, input.size(1))
     if totals is not None:
         totals = step.all_reduce(totals)
         if observe is not None:
@@ -145,6 +143,8 @@ def normalize(
         if totals is None:
             results = ops.batch_norm_forward(input, *operands, *following, mask=mask)
         else:
+            if step.group is None:
+                ops.check_more_than_one_value(totals, input.size(1))
             expectation = step.expectation(totals)
             results = ops.batch_norm_apply(
                 input, totals, *operands, *expectation, *following, mask=mask

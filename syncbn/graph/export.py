@@ -50,7 +50,7 @@ def train(
         input, weight, bias, eps, group_name, layer.name, mask
     )
     torch.ops.syncbn.compiled_update.default(
-        totals.detach(), *running, momentum, eps, input.dtype, group_name
+        totals.detach(), *running, momentum, eps, input.dtype, None
     )
     if mask is not None and arguments.residual is not None:
         arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))

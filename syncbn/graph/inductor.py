@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncbn import _compat, ops
-from syncbn.distributed import collectives, errors, sync
+from syncbn import _autograd, _compat, ops
+from syncbn.distributed import collectives, protocol, sync
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import (
     GRAPH_INPUT_TYPE,
@@ -116,10 +116,13 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         totals: Tensor = torch.ops.syncbn.compiled_stats.default(
             input, *arguments, group_name, call, identity
         )
-        totals = _sum_over_ranks(totals, group_name, "forward", identity)
+        if group_name is not None:
+            totals = _compat.all_reduce(totals, group_name)
         mean, invstd, count = torch.ops.syncbn.compiled_update.default(
             totals, *running, momentum, eps, input.dtype, group_name, identity
         )
+        if group_name is not None:
+            count = _compat.wait(count)  # compilers keep this operator, and so the ones before it
         dtype = tensors.compute_dtype(input)
         rounded_mean = tensors.cast(mean, dtype)
         scale, shift = formulas.normalize_constants(mean, rounded_mean, invstd, weight, bias)
@@ -148,7 +151,10 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             identity,
             mask,
         )
-        sums = _sum_over_ranks(sums, group_name, "backward", identity)[: 2 * mean.size(0)]
+        if group_name is not None:
+            sums = _compat.all_reduce(sums, group_name)
+            sums = torch.ops.syncbn.compiled_wait.default(sums, group_name, identity)
+            sums = _compat.wait(sums)[: 2 * mean.size(0)]
         grad_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
             dtype = tensors.compute_dtype(input)
@@ -172,17 +178,6 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
 
 def _is_expanded(vector: Tensor) -> bool:
     return vector.dim() == 1 and vector.size(0) > 1 and vector.stride(0) == 0
-
-
-def _sum_over_ranks(
-    message: Tensor, group_name: str | None, direction: str, identity: GraphInput | None
-) -> Tensor:
-    """Sum a message by torch's operators: compilers keep all of them, in their order."""
-    if group_name is None:
-        return message
-    reduced = _compat.all_reduce(message, group_name)
-    reduced = torch.ops.syncbn.compiled_wait.default(reduced, group_name, direction, identity)
-    return _compat.wait(reduced)
 
 
 def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
@@ -238,31 +233,8 @@ def _(input: Tensor, *values: Any) -> Tensor:
     return input.new_empty(2 * channels + (1 if group_name is None else 4), dtype=torch.float64)
 
 
-# Waits for a collective and verifies its sums. Returns them without fingerprint and next sizes.
-_library.define(
-    "compiled_wait(Tensor reduced, str group_name, str direction, "
-    f"{GRAPH_INPUT_TYPE}? identity=None) -> Tensor"
-)
-
-
-@torch.library.impl(_library, "compiled_wait", "CompositeExplicitAutograd")
-def _(
-    reduced: Tensor, group_name: str, direction: str, identity: GraphInput | None = None
-) -> Tensor:
-    if direction == "forward":
-        direction = _compat.forward_direction()
-    step = Pass(collectives.group_named(group_name), identity_from(identity), direction)
-    return step.verify(step.wait(reduced))
-
-
-@torch.library.register_fake("syncbn::compiled_wait")
-def _(
-    reduced: Tensor, group_name: str, direction: str, identity: GraphInput | None = None
-) -> Tensor:
-    return reduced.new_empty(reduced.size(0) - 3)
-
-
-# batch_norm_apply without the normalization; nothing where the graph runs as a recomputation.
+# Waits for the forward pass's collective, if there is a group. Then batch_norm_apply without the
+# normalization; it updates nothing where the graph runs as a recomputation.
 _library.define(
     "compiled_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
     "Tensor(c!)? num_batches_tracked, float? momentum, float eps, ScalarType input_dtype, "
@@ -284,30 +256,27 @@ def _(
     identity: GraphInput | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layer = identity_from(identity)
-    group = sync.group_named(group_name, layer)
-    channels = totals.numel() // 2
+    step = Pass(sync.group_named(group_name, layer), layer, _compat.forward_direction())
+    channels = _channels(totals, group_name)
+    totals = step.wait(totals)
+    if step.direction == "recomputation":  # the sums may be the forward pass's
+        totals, step = step.verify(totals), Pass(None, layer, step.direction)
+    arguments = Arguments(
+        None, None, running_mean, running_var, num_batches_tracked, momentum, float(eps)
+    )
     no_input = totals.new_empty((0, channels), dtype=input_dtype)
-    running = (running_mean, running_var, num_batches_tracked)
-    if _compat.is_recomputation():
-        running = (None, None, None)
-    try:
-        if group is None:  # otherwise compiled_wait has checked it
-            ops.check_more_than_one_value(totals, channels)
-        _, *statistics = ops.batch_norm_apply(
-            no_input, totals, None, None, *running, momentum, float(eps)
-        )
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise errors.with_layer_and_rank(error, layer, group) from None
-    written = [tensor for tensor in running if tensor is not None]
-    if written:
-        _compat.increment_version(written)
-    mean, invstd, count = statistics
+    _, mean, invstd, count = _autograd.normalize(no_input, totals, arguments, step)
     return mean, invstd, count
 
 
+def _channels(totals: Tensor, group_name: str | None) -> int:
+    size = totals.size(0)
+    return size // 2 if group_name is None else protocol.channels_of(size)
+
+
 @torch.library.register_fake("syncbn::compiled_update")
-def _(totals: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    channels = totals.size(0) // 2
+def _(totals: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    channels = _channels(totals, values[6])
     return totals.new_empty(channels), totals.new_empty(channels), totals.new_empty(1)
 
 
@@ -363,3 +332,20 @@ def _(
     grad_weight, grad_bias = gradients
     size = sums.size(0) + (0 if group_name is None else 4)
     return sums.new_empty(size), grad_weight, grad_bias
+
+
+# Waits for the backward pass's collective and verifies the sums. Returns them without their tail.
+_library.define(
+    f"compiled_wait(Tensor reduced, str group_name, {GRAPH_INPUT_TYPE}? identity=None) -> Tensor"
+)
+
+
+@torch.library.impl(_library, "compiled_wait", "CompositeExplicitAutograd")
+def _(reduced: Tensor, group_name: str, identity: GraphInput | None = None) -> Tensor:
+    step = Pass(collectives.group_named(group_name), identity_from(identity), "backward")
+    return step.verify(step.wait(reduced))
+
+
+@torch.library.register_fake("syncbn::compiled_wait")
+def _(reduced: Tensor, group_name: str, identity: GraphInput | None = None) -> Tensor:
+    return reduced.new_empty(reduced.size(0) - 3)
