@@ -59,7 +59,7 @@ struct Sums {
 
 // The squares are computed from sum / count, the mean that from_sums() computes: a single process
 // reads back its own moments except for one rounding of `squares`. The variance of equal values
-// stays 0, unless the sums of several ranks were added up.
+// stays 0, unless sums were added up: of several ranks, or of several blocks of a CUDA kernel.
 SYNCBN_HOST_DEVICE inline Sums to_sums(const Moments<double>& moments) {
   if (moments.count == 0) {
     return {0, 0};

@@ -26,7 +26,7 @@ cudaError_t find_earlier_error(cudaStream_t stream) {
   if (error == cudaSuccess && status == cudaStreamCaptureStatusNone) {
     error = cudaStreamQuery(stream);  // forbidden in a capture
   }
-  cudaGetLastError();  // resets the error: torch would report it as its own
+  cudaGetLastError();  // resets the error: the next launch would report it
   return error == cudaErrorNotReady ? cudaSuccess : error;
 }
 
@@ -67,7 +67,7 @@ int count_multiprocessors(int device, void* stream) {
     const cudaError_t error =
         cudaDeviceGetAttribute(&number, cudaDevAttrMultiProcessorCount, device);
     if (error != cudaSuccess) {
-      cudaGetLastError();  // resets the error: torch would report it as its own
+      cudaGetLastError();  // resets the error: the next launch would report it
     }
     SYNCBN_CHECK(error == cudaSuccess, "syncbn cannot use CUDA device ", device, ": ",
                  cudaGetErrorString(error));
@@ -93,11 +93,12 @@ Workspace Device::make_workspace(const Plan& plan, const Tensor& input,
   auto* partials = static_cast<double*>(keep_alive.back().mutable_data_ptr());
   unsigned int* counters =
       take_counters(index_, static_cast<cudaStream_t>(stream_), plan.num_counters());
-  if (counters == nullptr) {  // rare, such as after thousands of captured graphs: one more launch
+  if (counters == nullptr) {  // rare, such as after hundreds of captured models: one more launch
     keep_alive.push_back(allocate_vector(plan.num_counters(), ScalarType::Int, input));
     counters = static_cast<unsigned int*>(keep_alive.back().mutable_data_ptr());
     const cudaError_t error = cudaMemsetAsync(counters, 0, plan.num_counters() * sizeof(*counters),
                                               static_cast<cudaStream_t>(stream_));
+    cudaGetLastError();  // resets the error: the next launch would report it
     SYNCBN_CHECK(error == cudaSuccess,
                  "syncbn: cudaMemsetAsync failed: ", cudaGetErrorString(error));
   }

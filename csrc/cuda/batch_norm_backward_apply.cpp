@@ -15,9 +15,6 @@ BackwardApplyResults batch_norm_backward_apply(const BackwardArguments& a) {
   epilogue.constants = static_cast<const double*>(to_data(a.constants));
 
   Tensor grad_input = allocate_like(input);
-  if (geometry.numel() == 0) {
-    return {grad_input};
-  }
   const void* dy = a.grad_output.const_data_ptr();
   const void* x = input.const_data_ptr();
   void* dx = grad_input.mutable_data_ptr();

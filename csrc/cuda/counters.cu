@@ -8,8 +8,8 @@ namespace {
 
 // 4 MB: enough for two hundred streams, or for captures of a hundred models of a hundred layers.
 constexpr int64_t kNumCounters = 1 << 20;
-// More than the tiles of a split reduction, at most nine for each resident block (plan.h), on GPUs
-// of up to 227 multiprocessors.
+// More than the tiles of a split reduction, usually at most nine for each resident block (plan.h),
+// on GPUs of up to 227 multiprocessors.
 constexpr int64_t kCountersOfStream = 4096;
 
 // Part of the binary: zero without a launch, in a captured graph, too.

@@ -52,9 +52,9 @@ def test_bad_tail_is_named(each_device, name, bad, message):
         operator(name)(*args, bad)
 
 
-def received(name, what):
+def received(name, what, samples=5):
     """Arguments of an operator whose sums are those of two ranks."""
-    args = list(arguments(name, make_input((5, CHANNELS), "contiguous", torch.float32)))
+    args = list(arguments(name, make_input((samples, CHANNELS), "contiguous", torch.float32)))
     sums = args[RECEIVERS[name]][: 2 * CHANNELS]
     count = float("nan") if what == "aborted" else 5.0 if name == "batch_norm_apply" else 0.0
     tail_sum = 2 * FIRST + (what == "different")
@@ -97,12 +97,13 @@ def test_sums_to_verify_must_have_a_tail(each_device, name):
 @pytest.mark.cuda
 @pytest.mark.parametrize("what", ["sound", "aborted", "different"])
 @pytest.mark.parametrize("name", RECEIVERS)
-def test_status_on_cuda(on_cuda, name, what):
-    args = received(name, what)
+@pytest.mark.parametrize("samples", [5, 0])
+def test_status_on_cuda(on_cuda, samples, name, what):
+    args = received(name, what, samples)
     status = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=True)
     output = one_or_first(operator(name)(*args, 2 * FIRST, status))
     torch.cuda.synchronize()
-    assert output.isnan().all().item() == (what != "sound")
+    assert output.isnan().tolist() == [[what != "sound"] * CHANNELS] * samples
     assert status.item() == {"sound": 0, "aborted": -2 * FIRST, "different": 2 * FIRST}[what]
 
 

@@ -2,9 +2,9 @@
 //
 // A thread loads chunks of 8 or 16 vectors into registers and computes from each its mean, then its
 // squared deviations from the mean: as robust as Welford's method, without a division for each
-// value. Chunks are merged exactly in float (csrc/common/moments.h has the formula), then about
-// eight threads at once. From there on sums of deviations, and then of values, are added up in
-// float64.
+// value. Chunks are merged exactly in float (csrc/common/moments.h has the formula), then the
+// states of a warp, or of about eight threads of a matrix, at once. From there on sums of
+// deviations, and then of values, are added up in float64.
 //
 // Floats cannot hold the mean of values far from zero. So all threads of a channel or column first
 // subtract one of its values, the pivot. Values of 16 bits need no pivot: their own rounding is
@@ -30,9 +30,6 @@ struct ChannelMoments {
   A m2[kChannels] = {};
 
   __device__ __forceinline__ void merge(const ChannelMoments& other) {
-    if (other.count == 0) {
-      return;
-    }
     if (count == 0) {
       *this = other;
       return;
@@ -155,10 +152,8 @@ __device__ void merge_columns(StatsMemory<T, kVector>& memory, const Matrix& mat
   }
   StateWalk walk(matrix, columns);
   __syncthreads();
-  const A channel_pivot =
-      kPivoted<T> && walk.is_reader() ? memory.pivots[walk.first_column()] : A{0};
-  const A base =
-      walk.is_reader() ? find_base<T, kVector>(memory, walk.first_column(), columns) : A{0};
+  const A channel_pivot = kPivoted<T> ? memory.pivots[walk.first_column()] : A{0};
+  const A base = find_base<T, kVector>(memory, walk.first_column(), columns);
   DeviationSums sums;
   while (walk.has_state()) {
     Moments<A> states[kStates];
@@ -274,7 +269,12 @@ __device__ __forceinline__ void consume_rows(ChannelMoments<A, kVector>& state,
   }
 #pragma unroll
   for (int v = 0; v < kVector; ++v) {
+    const A sum = chunk.mean[v];
     chunk.mean[v] *= reciprocal;
+    if (kChunk == Chunk::kPartial) {  // a rounded reciprocal; equal values must have no variance
+      chunk.mean[v] =
+          std::fma(std::fma(-chunk.mean[v], chunk.count, sum), reciprocal, chunk.mean[v]);
+    }
   }
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {

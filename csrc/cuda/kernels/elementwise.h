@@ -143,8 +143,7 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
   int at = vectors - 1 - static_cast<int>(threadIdx.x);
   AlignedVector vector[kSteps];
   Vector<T, kVector> values[kInputs][kSteps];
-  VectorWalk<kVector, kAligned, Direction::kDown> walk(planar, channel,
-                                                       planar.first_vector() + (at < 0 ? 0 : at));
+  VectorWalk<kVector, kAligned, Direction::kDown> walk(planar, channel, planar.first_vector() + at);
   const auto load_vectors = [&]() {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
