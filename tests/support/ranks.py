@@ -15,6 +15,7 @@ works, useless for how fast.
 
 import contextlib
 import faulthandler
+import functools
 import importlib.util
 import multiprocessing.forkserver
 import os
@@ -29,7 +30,6 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported within a minute
 CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and communicators
@@ -43,6 +43,17 @@ FORKSERVER_IMPORTS = ["syncbn", "torch._inductor.lowering"]
 # A process that starts asks for the exit status of all others. The fork server tells it once, and a
 # thread that asked at the same moment would find none.
 _polling = threading.Lock()
+
+
+@functools.cache
+def _start_fork_server() -> None:
+    """Start the server once: to copy the environment, as mock does, is not safe among threads."""
+    multiprocessing.set_forkserver_preload(FORKSERVER_IMPORTS)
+    os.environ["PYTHONSAFEPATH"] = "1"  # not syncbn of the current folder, if it was built there
+    try:
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONSAFEPATH", None)
 
 
 class RankError(AssertionError):
@@ -98,10 +109,7 @@ class Ranks:
         alike = self.device != "cuda" and not self.env
         context: Any = multiprocessing.get_context("forkserver" if alike else "spawn")
         if alike:
-            context.set_forkserver_preload(FORKSERVER_IMPORTS)
-            # Else the server imports syncbn from the current folder if it was built there.
-            with mock.patch.dict(os.environ, PYTHONSAFEPATH="1"):
-                multiprocessing.forkserver.ensure_running()
+            _start_fork_server()
         store = str(Path(tempfile.mkdtemp(dir=self.folder.name)) / "store")
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
