@@ -375,50 +375,50 @@ import torch
 torch.set_default_device(sys.argv[1])
 import syncbn
 
-with torch.device("cpu"):
-    x = torch.arange(12.0).view(4, 3).square()
-    mask = torch.tensor([True, True, False, True])
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.activation = torch.nn.BatchNorm1d(3), torch.nn.ReLU()
 
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.activation = torch.nn.BatchNorm1d(3), torch.nn.ReLU()
+    def forward(self, x):
+        return self.activation(self.norm(x))
 
-        def forward(self, x):
-            return self.activation(self.norm(x))
-
-    nets = [Net(), Net()]
-model, other = map(syncbn.convert_sync_batchnorm, nets)
-print(syncbn.explain_fusion(model))
-syncbn.fuse_activations(model)
-for net in (model, torch.compile(other, backend="aot_eager", fullgraph=True)):
-    net(x).square().sum().backward()
-    print(net.norm.weight.grad)
-print(copy.deepcopy(model)(x), pickle.loads(pickle.dumps(model))(x), model.norm(x, mask=mask))
-syncbn.recompute_statistics(model, [x, x + 1])
-syncbn.check_synchronized(model)
-syncbn.freeze_statistics(model)
-print(model(x), list(model.buffers()))
-syncbn.unfreeze_statistics(model)
-leaf = x.clone().requires_grad_()
-(grad,) = torch.autograd.grad(model(leaf).square().sum(), leaf, create_graph=True)
-print(torch.autograd.grad(grad.square().sum(), leaf))
-print(torch.export.export(other, (x,)).module()(x))
-print(syncbn.revert_sync_batchnorm(model))
+for device in (sys.argv[1], "cpu"):
+    torch.set_default_device(device)
+    torch._dynamo.reset()
+    print("---")
+    with torch.device("cpu"):
+        x = torch.arange(12.0).view(4, 3).square()
+        mask = torch.tensor([True, True, False, True])
+        nets = [Net(), Net()]
+    model, other = map(syncbn.convert_sync_batchnorm, nets)
+    print(syncbn.explain_fusion(model))
+    syncbn.fuse_activations(model)
+    for net in (model, torch.compile(other, backend="aot_eager", fullgraph=True)):
+        net(x).square().sum().backward()
+        print(net.norm.weight.grad)
+    print(copy.deepcopy(model)(x), pickle.loads(pickle.dumps(model))(x), model.norm(x, mask=mask))
+    syncbn.recompute_statistics(model, [x, x + 1])
+    syncbn.check_synchronized(model)
+    syncbn.freeze_statistics(model)
+    print(model(x), list(model.buffers()))
+    syncbn.unfreeze_statistics(model)
+    leaf = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(model(leaf).square().sum(), leaf, create_graph=True)
+    print(torch.autograd.grad(grad.square().sum(), leaf))
+    print(torch.export.export(other, (x,)).module()(x))
+    print(syncbn.revert_sync_batchnorm(model))
 """
-
-
-def run_with_default(device):
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, device]
-    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
 def test_layer_on_the_cpu_asks_for_no_default_device(device):
-    ran = run_with_default(device)
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, device]
+    ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     # Where another device is the default, torch prints that of the tensor.
-    assert ran.stdout.replace(", device='cpu'", "") == run_with_default("cpu").stdout
+    _, printed, expected = ran.stdout.replace(", device='cpu'", "").split("---\n")
+    assert printed == expected
 
 
 def use_with_default(rank, world_size):
