@@ -2,6 +2,7 @@ import ast
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 
@@ -38,14 +39,36 @@ def test_digits_trains_three_ways_and_compares_them(tmp_path):
     assert accuracy["(b)"] > accuracy["(a)"]
 
 
+@pytest.fixture
+def stopped(tmp_path, monkeypatch, capsys):
+    """A function that runs an example in this process until it stops, and returns its words."""
+
+    def run_until_it_stops(name, *arguments, rank=None):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        if rank is not None:
+            monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return "".join(capsys.readouterr())
+
+    return run_until_it_stops
+
+
+@pytest.mark.any_torch
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [("digits.py", "--output=missing/a.png"), ("resnet18.py", "--checkpoint=missing/a.pt")],
+)
+def test_bad_arguments_are_a_sentence_before_any_training(stopped, name, missing):
+    assert "start it by torchrun" in stopped(name)
+    assert "there is no folder missing" in stopped(name, missing, rank="0")
+
+
 @pytest.mark.any_torch
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("digits.py", "start it by torchrun"),
-        ("resnet18.py", "start it by torchrun"),
-        ("digits.py --output=missing/a.png", "there is no folder missing"),
-        ("resnet18.py --checkpoint=missing/a.pt", "there is no folder missing"),
         ("resnet18.py --images=15 --batch-size=16", "expected a batch of 16 images for each of 1"),
         ("resnet18.py --checkpoint=junk", "junk is no checkpoint of this training"),
     ],
@@ -57,7 +80,7 @@ def test_bad_start_is_a_sentence(tmp_path, command, words):
     result = subprocess.run(
         [sys.executable, EXAMPLES / name, *arguments],
         cwd=tmp_path,
-        env={**os.environ, **(one_rank if arguments else {})},
+        env={**os.environ, **one_rank},
         capture_output=True,
         text=True,
         timeout=120,  # less than a training
@@ -68,10 +91,10 @@ def test_bad_start_is_a_sentence(tmp_path, command, words):
 
 @pytest.mark.any_torch
 @pytest.mark.parametrize("name", ["digits.py", "resnet18.py"])
-def test_help_shows_defaults(name):
-    command = [sys.executable, EXAMPLES / name, "--help"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    options = re.findall(r"^  (--\w.*?)(?=^  -|\Z)", text, re.MULTILINE | re.DOTALL)
+def test_help_shows_defaults(stopped, name):
+    options = re.findall(
+        r"^  (--\w.*?)(?=^  -|\Z)", stopped(name, "--help"), re.MULTILINE | re.DOTALL
+    )
     assert options and all("(default:" in option for option in options)
 
 
