@@ -226,13 +226,14 @@ def signalled(number):
     return lambda: os.kill(os.getpid(), number)
 
 
-ENDS = {
-    "exit code 0": lambda: os._exit(0),
-    "exit code 3": lambda: os._exit(3),
-    "SIGABRT": os.abort,
-    "SIGKILL": signalled(signal.SIGKILL),
-    "SIGTERM": signalled(signal.SIGTERM),
-}
+# The others see one thing, a connection that is lost: two ends are tried anywhere.
+ENDS = [
+    ("exit code 0", lambda: os._exit(0), (*ANYWHERE, "between"), EAGER),
+    ("exit code 3", lambda: os._exit(3), ("forward",), EAGER[:1]),
+    ("SIGABRT", os.abort, ("forward",), EAGER[:1]),
+    ("SIGKILL", signalled(signal.SIGKILL), (*ANYWHERE, "between"), EVERYWHERE),
+    ("SIGTERM", signalled(signal.SIGTERM), ("forward",), EAGER[:1]),
+]
 
 
 def resume(process):
@@ -247,12 +248,12 @@ FAULTS += [
         gone,
         loss_of_connection,
         "read the error of the rank that ended; restart from a checkpoint",
-        where=(*ANYWHERE, "between"),
-        ways=EVERYWHERE if name == "SIGKILL" else EAGER,
+        where=where,
+        ways=ways,
         leaves=True,
         ends=name,
     )
-    for name, end in ENDS.items()
+    for name, end, where, ways in ENDS
 ]
 FAULTS += [
     Fault(
