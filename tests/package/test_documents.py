@@ -60,7 +60,7 @@ def test_quoted_message_is_in_the_file_of_its_test(trouble):
 def record(folder, *arguments, **options):
     """Return what a run of pytest records."""
     command = [sys.executable, "-m", "pytest", "-q", f"--works={folder}", *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, **options)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
     assert result.returncode in (0, 1), result.stdout + result.stderr
     return json.loads((folder / f"{VERSION}.json").read_text())
 
