@@ -367,6 +367,15 @@ def test_eps_of_zero_needs_more_than_one_value_and_can_be_traced():
     assert torch.equal(torch.fx.symbolic_trace(layer)(x), layer(x))
 
 
+def test_cumulative_average_without_a_counter_leaves_the_statistics_as_in_torch():
+    layer, theirs = SyncBatchNorm(3, momentum=None), nn.BatchNorm1d(3, momentum=None)
+    layer.num_batches_tracked = theirs.num_batches_tracked = None
+    x = make_input((4, 3), "contiguous", torch.float32)
+    torch.testing.assert_close(layer(x), theirs(x))  # two implementations
+    for name in ("running_mean", "running_var"):
+        assert torch.equal(getattr(layer, name), getattr(theirs, name))
+
+
 # What a program does with a model on the CPU, whatever its default device is.
 PROGRAM = """
 import copy, pickle, sys
