@@ -127,6 +127,20 @@ def test_ranks_that_disagree_know_each_others_pass(three_ranks):
         assert f"[layer '{own}', rank {rank} of 3]" in outcome.message
 
 
+def disagree_without_a_gradient(rank, world_size):
+    """The inputs need no gradient, and rank 1 begins with the other layer's backward pass."""
+    layers = [SyncBatchNorm(3), SyncBatchNorm(3)]
+    for number, layer in enumerate(layers):
+        layer._syncbn = layer._syncbn.with_name(f"bn{number}")
+    outputs = [layer(torch.rand(4, 3)).square().sum() for layer in layers]
+    with pytest.raises(RuntimeError, match=f"this rank runs the backward pass of layer 'bn{rank}'"):
+        outputs[rank].backward()
+
+
+def test_backward_passes_without_a_gradient_of_the_input_are_verified(two_ranks):
+    two_ranks.run(disagree_without_a_gradient)
+
+
 def go_on_after_a_failure(rank, world_size):
     layers = SyncBatchNorm(3), SyncBatchNorm(4)
     step(*layers)
