@@ -60,7 +60,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
         output = output + (residual if mask is None else masks.clear(residual, mask))
     if arguments.activation in epilogue.NUMBERS:
         output = epilogue.activate(output, arguments.activation, arguments.negative_slope)
-    return output if mask is None else masks.clear(output, mask)
+    return output  # 0 at masked positions: each activation of 0 is 0
 
 
 def _fitting_tensors(input: Tensor, arguments: Arguments) -> dict[str, Tensor]:
