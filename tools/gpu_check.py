@@ -9,6 +9,7 @@ others; the exit status and summary.txt report it.
 """
 
 import argparse
+import importlib.util
 import os
 import signal
 import subprocess
@@ -23,6 +24,8 @@ TAIL = 25  # last lines of a failed part's log, repeated at the end
 # Folders of tests that run in parallel; "others" has all other folders.
 TESTS = {"ranks": ["tests/ranks"], "sanitizer": ["tests/sanitizer"]}
 TESTS["others"] = ["tests", *(f"--ignore={folder}" for (folder,) in TESTS.values())]
+# Processes for each of them, if pytest-xdist is installed; a test of ranks starts more.
+WORKERS = {"ranks": 4, "sanitizer": 4, "others": 8}
 
 FIND_DEVICE = """
 import torch
@@ -121,13 +124,15 @@ def stages(output: Path) -> list[list[Part]]:
     # The cache of another machine's run is useless; a hanging test shows its stack.
     pytest = [python, "-m", "pytest", "-m", "cuda", "--require-cuda", "-v", "-ra"]
     pytest += ["--durations=10", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
+    has_xdist = importlib.util.find_spec("xdist") is not None
+    workers = {name: ["-n", str(number)] if has_xdist else [] for name, number in WORKERS.items()}
     environment = f"'{python}' -m syncbn info && nvidia-smi"
     # "python -m benchmarks run" would need NumPy and matplotlib.
     benchmark = [python, "-m", "benchmarks.cuda", str(output / "benchmark.csv"), "quick"]
     return [
         [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],
         [Part("environment", ["sh", "-c", environment], 20, env)],
-        [Part(name, [*pytest, *paths], 270, env) for name, paths in TESTS.items()],
+        [Part(name, [*pytest, *workers[name], *paths], 270, env) for name, paths in TESTS.items()],
         [Part("benchmark", benchmark, 120, env)],
     ]
 
