@@ -1,6 +1,7 @@
 """Builds, tests and measures on a machine with a GPU: ``make gpu-check OUTPUT=folder``.
 
-Needs torch with CUDA, nvcc, ninja and pytest, and no network. Builds in place and installs nothing.
+Needs torch with CUDA, NumPy, nvcc, ninja and pytest, and no network. Builds in place and installs
+nothing.
 Without a GPU ``make standin`` runs the CUDA tests. It does not cover ptxas's code, a GPU's memory
 order, NCCL's network and time.
 
@@ -21,10 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TAIL = 25  # last lines of a failed part's log, repeated at the end
 
-# Folders of tests that run in parallel; "others" has all other folders.
-TESTS = {"ranks": ["tests/ranks"], "sanitizer": ["tests/sanitizer"]}
-TESTS["others"] = ["tests", *(f"--ignore={folder}" for (folder,) in TESTS.values())]
-# Processes for each of them, if pytest-xdist is installed; a test of ranks starts more.
+# Folders with tests marked cuda, in parts that run in parallel. Other folders' tests import more.
+TESTS = {
+    "ranks": ["tests/ranks"],
+    "sanitizer": ["tests/sanitizer"],
+    "others": ["tests/compile", "tests/cuda", "tests/layer", "tests/operators"],
+}
+# Processes for each part, if pytest-xdist is installed; a test of ranks starts more.
 WORKERS = {"ranks": 4, "sanitizer": 4, "others": 8}
 
 FIND_DEVICE = """

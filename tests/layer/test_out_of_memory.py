@@ -7,13 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate.utils.memory import should_reduce_batch_size
 from support.cases import OPS, arguments
 from support.paths import ROOT
 from support.ranks import Ranks
 
 from syncbn import SyncBatchNorm, ops
 from syncbn.ops import _extension, batch_norm
+
+
+def should_reduce_batch_size(error):
+    """Whether accelerate takes an error for one of memory."""
+    return pytest.importorskip("accelerate.utils.memory").should_reduce_batch_size(error)
+
 
 # Each operator that allocates a tensor of the input's size, where the next one of that size is too
 # much. In a process of its own: the limit is the process's.

@@ -3,11 +3,15 @@ tools of the driver."""
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import packages_distributions
 
 import pytest
+import tomllib
+from packaging.requirements import Requirement
 from support.paths import ROOT
 
 from tools import gpu_check
@@ -21,6 +25,29 @@ from benchmarks import cuda
 cuda.num_buffers = lambda case: 2
 cuda.main(*sys.argv[1:])
 """
+
+
+# Imports nothing that gpu-check does not ask for: sitecustomize.py, with the names to hide.
+HIDING = """
+import sys
+from importlib.machinery import PathFinder
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name in {names} else PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+"""
+
+
+def modules_to_hide():
+    """The modules of packages that tests need and gpu-check does without."""
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    wanted = {Requirement(line).name for name in ("docs", "test") for line in groups[name]}
+    wanted -= {"numpy", "pytest"}
+    modules = packages_distributions()
+    return {module for module, owners in modules.items() if wanted.intersection(owners)}
 
 
 @pytest.fixture
@@ -37,6 +64,9 @@ def small_stages(tmp_path, monkeypatch):
         return [[replace(part, seconds=3600) for part in stage] for stage in parts]
 
     monkeypatch.setattr(gpu_check, "stages", small)
+    (tmp_path / "sitecustomize.py").write_text(HIDING.format(names=modules_to_hide()))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}")
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # Hypothesis has a plugin
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\necho a GPU\n")
@@ -59,6 +89,15 @@ def test_gpu_check(small_stages, tmp_path, monkeypatch, capsys):
     ]
     assert waits and set(waits) == {"0"}
     assert "CUDA operators" in (output / "environment.log").read_text()
+    collected = sum(num_collected(output / f"{name}.log") for name in gpu_check.TESTS)
+    command = [sys.executable, "-m", "pytest", "-m", "cuda", "--collect-only", ROOT / "tests"]
+    (output / "all.log").write_text(subprocess.run(command, capture_output=True, text=True).stdout)
+    assert collected == num_collected(output / "all.log")
+
+
+def num_collected(log):
+    """The number of tests that pytest has collected."""
+    return int(re.findall(r"(\d+)(?:/\d+)? tests collected", log.read_text())[-1])
 
 
 def test_program_for_compute_sanitizer():
