@@ -18,13 +18,11 @@
 namespace syncbn {
 
 inline std::string format_list(torch::headeronly::IntHeaderOnlyArrayRef values) {
-  std::ostringstream text;
-  text << "[";
+  std::string text = "[";
   for (size_t i = 0; i < values.size(); ++i) {
-    text << (i == 0 ? "" : ", ") << values[i];
+    text += (i == 0 ? "" : ", ") + std::to_string(values[i]);
   }
-  text << "]";
-  return text.str();
+  return text + "]";
 }
 
 inline bool same_values(torch::headeronly::IntHeaderOnlyArrayRef a,
