@@ -140,6 +140,21 @@ def saved_tensors_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def is_in_cuda_graph(tensor: Tensor) -> bool:
+    """Whether a tensor may have memory of a CUDA graph's pool.
+
+    Inductor lets nobody keep such a tensor, also when it runs a graph before it records it.
+    """
+    if not tensor.is_cuda:
+        return False
+    trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")  # its import takes a second
+    if trees is not None:
+        manager = trees.get_manager(tensor.device.index, create_if_none_exists=False)
+        if manager is not None and manager.path_state is not trees.ExecutionState.NONE:
+            return True
+    return torch.cuda.is_current_stream_capturing()
+
+
 # Process groups.
 
 

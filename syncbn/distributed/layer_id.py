@@ -34,13 +34,18 @@ class Identity:
     def __str__(self) -> str:
         return f"layer {self.name!r}" if self.name else "a layer"
 
-    def as_input(self) -> "GraphInput":
-        """Return the input of :func:`identity_from`, so that layers can share a compiled graph."""
+    def as_inputs(self) -> "tuple[GraphInput, GraphInput]":
+        """Return two inputs of :func:`identity_from`, so that layers can share a compiled graph.
+
+        The second is for the backward pass: a CUDA graph of Inductor can use such an input or pass
+        it on, but not both.
+        """
         if _TYPE is not None:
-            return SealedIdentity(self)
+            return SealedIdentity(self), SealedIdentity(self)
         Identity.by_key[self.key] = self
         with torch.inference_mode(False):  # autograd saves it
-            return torch.tensor([self.key, self.number], device="cpu")
+            numbers = torch.tensor([self.key, self.number], device="cpu")
+            return numbers, numbers.clone()
 
 
 class SealedIdentity(_compat.OpaqueBase):
@@ -59,7 +64,7 @@ GRAPH_INPUT_TYPE = _TYPE or "Tensor"
 
 class _State(Protocol):
     identity: Identity
-    graph_input: GraphInput
+    graph_inputs: tuple[GraphInput, GraphInput]
 
 
 class _Identified(Protocol):

@@ -115,12 +115,11 @@ class DeviceStatus:
     """The status of passes on a CUDA device: operators write it there, and the host reads it."""
 
     def __init__(self, device: torch.device, waits: bool) -> None:
-        pins = device.type == "cuda"
+        self._device, pins = device, device.type == "cuda"
         # The device to wait for before reading; None to read without waiting.
-        self._device = device if pins and waits else None
+        self._waits_for = device if pins and waits else None
         # 0, or the sum of the fingerprints of a pass; negative if a rank has aborted it.
         self.note = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=pins)
-        self._zero = torch.zeros(1, dtype=torch.float64, device=device)
         # Recorded when the device has cleared the note; None before the first time.
         self._cleared: torch.cuda.Event | None = None
 
@@ -130,19 +129,19 @@ class DeviceStatus:
         Over gloo the host waits for each sum. Then it waits here for the operator that verifies the
         last sum, so that all ranks read the note at the same pass.
         """
-        if self._device is not None:
-            torch.cuda.synchronize(self._device)
+        if self._waits_for is not None:
+            torch.cuda.synchronize(self._waits_for)
         if self.note.item() == 0 or not (self._cleared is None or self._cleared.query()):
             return 0.0
         return self.note.item()
 
     def clear(self) -> None:
         """Clear the note, and the notes of passes that are queued on the device."""
-        if not self._zero.is_cuda or torch.cuda.is_current_stream_capturing():
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             self.note.zero_()
             return
-        self.note.copy_(self._zero, non_blocking=True)
-        self._cleared = torch.cuda.current_stream(self._zero.device).record_event()
+        self.note.copy_(torch.zeros_like(self.note, device=self._device), non_blocking=True)
+        self._cleared = torch.cuda.current_stream(self._device).record_event()
 
 
 def _is_computed(totals: Tensor) -> bool:
@@ -286,8 +285,7 @@ class GroupState:
     def keep_totals(self, totals: Tensor, record: PassRecord) -> None:
         """Keep the sums of a pass, whose tail holds the next sizes; not those of a CUDA graph."""
         if self.last is record and type(totals) is Tensor:
-            captures = totals.is_cuda and torch.cuda.is_current_stream_capturing()
-            self._totals = None if captures else totals
+            self._totals = None if _compat.is_in_cuda_graph(totals) else totals
 
     def sum_of(self, number: float) -> float:
         """Return the sum of the ranks' numbers, if all of them send this one."""

@@ -50,11 +50,13 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     fitting = _fitting_tensors(input, arguments)
     weight, bias, residual, mask = map(fitting.get, ("weight", "bias", "residual", "mask"))
     group_name = None if group is None else group.group_name
-    identity = None if isinstance(layer, (Identity, str)) else layer._syncbn.graph_input
+    identities: tuple[GraphInput | None, GraphInput | None] = (None, None)
+    if not isinstance(layer, (Identity, str)):
+        identities = layer._syncbn.graph_inputs
     others: dict[str, Any] = dict.fromkeys(fitting)
     rest = arguments._replace(**others)  # a graph takes a tensor once
     output: Tensor = CompiledSyncBatchNormFunction.apply(
-        tensors.as_dense(input), weight, bias, mask, group_name, identity, *rest
+        tensors.as_dense(input), weight, bias, mask, group_name, identities, *rest
     )
     if residual is not None:
         output = output + (residual if mask is None else masks.clear(residual, mask))
@@ -99,10 +101,11 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         bias: Tensor | None,
         mask: Tensor | None,
         group_name: str | None,
-        identity: GraphInput | None,
+        identities: tuple[GraphInput | None, GraphInput | None],
         *fields: Any,
     ) -> Tensor:
         """Return the normalized input; ``fields`` are the other values of Arguments."""
+        identity, of_backward = identities
         arguments = Arguments(*fields)
         given: dict[str, Any] = {"weight": weight, "bias": bias, "mask": mask}
         arguments = arguments._replace(**{n: t for n, t in given.items() if t is not None})
@@ -132,7 +135,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             output = masks.clear(output, mask)
         ctx.save_for_backward(input, weight, mean, invstd, count, mask)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.group_name, ctx.identity = group_name, identity
+        ctx.group_name, ctx.identity = group_name, of_backward
         return tensors.cast(output, input.dtype)
 
     @staticmethod

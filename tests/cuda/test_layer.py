@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from support.cases import make_input
-from support.cuda_device import IS_STANDIN
 from torch import nn
 
 from benchmarks.measure import record_launches
@@ -163,31 +162,3 @@ def test_step_that_the_scaler_skips(each_device):
         assert all(torch.isfinite(buffer).all() for buffer in model[1].buffers())
         assert model[1].num_batches_tracked.item() == seed + 1
     assert scales == [2.0**10, 2.0**10]
-
-
-@pytest.mark.filterwarnings("ignore")  # inductor's own, of several kinds
-@pytest.mark.skipif(IS_STANDIN, reason="Triton, which this needs, compiles for GPUs alone")
-@pytest.mark.cuda
-@pytest.mark.usefixtures("on_cuda")
-def test_reduce_overhead_equals_eager():
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    eager = convert_sync_batchnorm(
-        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.BatchNorm1d(8))
-    )
-    model = copy.deepcopy(eager)
-    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
-    # An error if CUDA graphs are not used; torch would only log it.
-    with torch._inductor.config.patch("triton.cudagraph_or_error", True):
-        for seed in range(5):
-            x = make_input((16, 6), "contiguous", torch.float32, seed=seed)
-            torch.compiler.cudagraph_mark_step_begin()
-            for network, run in ((eager, eager), (model, compiled)):
-                network.zero_grad(set_to_none=True)
-                run(x).pow(3).sum().backward()
-            pairs = zip(eager.parameters(), model.parameters(), strict=True)
-            for a, b in pairs:
-                torch.testing.assert_close(b.grad, a.grad, rtol=1e-4, atol=1e-3)  # float32 sums
-    for a, b in zip(eager.buffers(), model.buffers(), strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)  # five updates in float32
-    assert model[1].num_batches_tracked.item() == 5

@@ -1,8 +1,10 @@
 """Private names of torch: each still does what the package needs of it."""
 
 import functools
+import importlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -233,6 +235,18 @@ def test_allowed_mutation_of_saved_tensors_is_seen():
     assert not _compat.allows_mutation_of_saved()
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
         assert _compat.allows_mutation_of_saved()
+
+
+def test_steps_with_cuda_graphs_of_inductor_are_seen(monkeypatch):
+    trees = importlib.import_module("torch._inductor.cudagraph_trees")
+    tensor = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert not _compat.is_in_cuda_graph(tensor)  # there is no manager
+    assert {"NONE", "WARMUP", "RECORDING", "EXECUTION"} == {*trees.ExecutionState.__members__}
+    for state in trees.ExecutionState:
+        manager = SimpleNamespace(path_state=state)
+        monkeypatch.setattr(trees, "get_manager", lambda *_, manager=manager, **__: manager)
+        assert _compat.is_in_cuda_graph(tensor) == (state is not trees.ExecutionState.NONE)
 
 
 def test_compiled_modules_are_known():
