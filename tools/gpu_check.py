@@ -10,13 +10,13 @@ others; the exit status and summary.txt report it.
 """
 
 import argparse
-import importlib.util
 import os
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -124,19 +124,22 @@ def stages(output: Path) -> list[list[Part]]:
     python = sys.executable
     paths = [os.environ.get("PYTHONPATH", ""), str(ROOT)]  # what is given comes first
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
+    test_env = {**env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # others' plugins may warn
     build_env = {**env, "SYNCBN_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ""}  # this GPU only
     # The cache of another machine's run is useless; a hanging test shows its stack.
     pytest = [python, "-m", "pytest", "-m", "cuda", "--require-cuda", "-v", "-ra"]
     pytest += ["--durations=10", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
-    has_xdist = importlib.util.find_spec("xdist") is not None
-    workers = {name: ["-n", str(number)] if has_xdist else [] for name, number in WORKERS.items()}
+    tests = []
+    for name, paths in TESTS.items():
+        workers = ["-p", "xdist", "-n", str(WORKERS[name])] if find_spec("xdist") else []
+        tests.append(Part(name, [*pytest, *workers, *paths], 270, test_env))
     environment = f"'{python}' -m syncbn info && nvidia-smi"
     # "python -m benchmarks run" would need NumPy and matplotlib.
     benchmark = [python, "-m", "benchmarks.cuda", str(output / "benchmark.csv"), "quick"]
     return [
         [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],
         [Part("environment", ["sh", "-c", environment], 20, env)],
-        [Part(name, [*pytest, *workers[name], *paths], 270, env) for name, paths in TESTS.items()],
+        tests,
         [Part("benchmark", benchmark, 120, env)],
     ]
 

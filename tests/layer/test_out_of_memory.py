@@ -106,19 +106,31 @@ def test_an_earlier_error_on_cuda_is_not_called_out_of_memory(fault):
     assert not should_reduce_batch_size(RuntimeError(result.stdout))
 
 
+# In a process of its own: what other tests have freed would be enough memory.
+TOO_MUCH_ON_CUDA = """
+import torch
+from syncbn import ops
+
+x = torch.ones(64, 8, 128, 256, device="cuda")
+totals = ops.batch_norm_stats(x)
+torch.cuda.empty_cache()
+used = torch.cuda.memory_reserved() + 2**20
+torch.cuda.set_per_process_memory_fraction(used / torch.cuda.mem_get_info()[1])
+try:
+    ops.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, 1e-5)
+except torch.OutOfMemoryError as error:
+    print(error)
+"""
+
+
 @pytest.mark.cuda
-def test_too_much_on_cuda_is_out_of_memory(on_cuda):
-    x = torch.ones(64, 8, 128, 256)
-    totals = ops.batch_norm_stats(x)
-    torch.cuda.empty_cache()
-    used = torch.cuda.memory_reserved() + 2**20
-    torch.cuda.set_per_process_memory_fraction(used / torch.cuda.mem_get_info()[1])
-    try:
-        with pytest.raises(torch.OutOfMemoryError, match="67108864 bytes on device 0$") as error:
-            ops.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, 1e-5)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert should_reduce_batch_size(error.value)
+def test_too_much_on_cuda_is_out_of_memory():
+    command = [sys.executable, "-c", TOO_MUCH_ON_CUDA]
+    result = subprocess.run(command, capture_output=True, text=True)
+    said = result.stdout.strip()
+    assert said.startswith("CUDA out of memory. syncbn tried to allocate"), result.stderr
+    assert said.endswith("67108864 bytes on device 0")
+    assert should_reduce_batch_size(torch.OutOfMemoryError(said))
 
 
 def run_out(*args):
