@@ -18,11 +18,13 @@
 namespace syncbn {
 
 inline std::string format_list(torch::headeronly::IntHeaderOnlyArrayRef values) {
-  std::string text = "[";
+  std::ostringstream text;
+  text << "[";
   for (size_t i = 0; i < values.size(); ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(values[i]);
+    text << (i == 0 ? "" : ", ") << values[i];
   }
-  return text + "]";
+  text << "]";
+  return text.str();
 }
 
 inline bool same_values(torch::headeronly::IntHeaderOnlyArrayRef a,

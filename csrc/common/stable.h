@@ -14,9 +14,8 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
-#include <cstdio>
+#include <sstream>
 #include <stdexcept>
-#include <string>
 
 namespace syncbn {
 
@@ -37,24 +36,11 @@ using torch::stable::Tensor;
 
 namespace syncbn::detail {
 
-// No streams, also not in other files: where a compiler links its libstdc++ statically, streams
-// mix it with the libstdc++ of torch and crash.
-inline std::string to_text(const std::string& text) { return text; }
-inline std::string to_text(double number) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%g", number);
-  return text;
-}
-template <typename Integer, typename = std::enable_if_t<std::is_integral_v<Integer>>>
-std::string to_text(Integer number) {
-  return std::to_string(number);
-}
-
 template <typename... Args>
 [[noreturn]] void throw_error(const Args&... args) {
-  std::string message;
-  ((message += to_text(args)), ...);
-  throw std::runtime_error(message);
+  std::ostringstream message;
+  ((message << args), ...);
+  throw std::runtime_error(message.str());
 }
 
 }  // namespace syncbn::detail
