@@ -195,6 +195,18 @@ def check_compiler(commands: list[str]):
     )
 
 
+def check_standard_library(library: Path):
+    """Here, because such a library loads, and its first error ends the process."""
+    if b"libstdc++.so" in library.read_bytes():  # among the names of what it is linked with
+        return
+    library.unlink()
+    raise SystemExit(
+        "syncbn needs the C++ library of torch, libstdc++.so, but the compiler has linked one into "
+        "syncbn: errors would end the process. Set CXX to a compiler that does not, such as "
+        "CXX=/usr/bin/g++"
+    )
+
+
 class BuildHereToo(BuildExtension):
     """Also leaves the binaries in the source tree, which hides the installed package from Python
     wherever the checkout is the current directory."""
@@ -206,6 +218,10 @@ class BuildHereToo(BuildExtension):
             commands.append(cpp_extension.get_cxx_compiler())
         check_compiler(commands)
         super().build_extensions()
+
+    def build_extension(self, ext):
+        super().build_extension(ext)
+        check_standard_library(Path(self.get_ext_fullpath(ext.name)))
 
     def run(self):
         super().run()

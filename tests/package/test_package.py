@@ -127,6 +127,32 @@ def test_no_compiler_on_path_is_an_error_with_the_way_out(tmp_path, monkeypatch,
     assert there != "ninja" or "no c++" in last_line
 
 
+# Writes an empty file in the place of each object and of the library.
+COMPILER = """#!/bin/sh
+while [ $# -gt 1 ]; do
+    if [ "$1" = -o ]; then : > "$2"; fi
+    shift
+done
+"""
+
+
+@pytest.mark.any_torch
+@pytest.mark.trouble(
+    "“needs the C++ library of torch” in the build",
+    "The compiler links libstdc++ statically, so that torch would not catch syncbn's errors",
+    "Set `CXX` to another compiler, such as `CXX=/usr/bin/g++`",
+)
+def test_library_without_torchs_libstdcxx_is_not_built(tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o755)
+    result = build(tmp_path, CXX=str(compiler), TORCH_DONT_CHECK_COMPILER_ABI="1")
+    assert result.returncode == 1
+    last_line = result.stderr.splitlines()[-1]
+    assert "needs the C++ library of torch, libstdc++.so" in last_line
+    assert not [*tmp_path.rglob("*.so")]
+
+
 @pytest.mark.any_torch
 @pytest.mark.parametrize("version", ["2.10.0", "2.9.1+cpu"])
 def test_too_old_torch_does_not_build(tmp_path, version):
