@@ -55,7 +55,7 @@ DEFAULT_ALLOCATOR = (
     "{low:.2f}x to {high:.2f}x (median {half:.2f}x)."
 )
 ALL = "[All figures and conditions](benchmarks/README.md)."
-LINKS = "[The figures](results/{device}.csv) also have operators and accuracy."
+LINKS = "[The figures](results/{device}.csv) also have operators."
 PICTURE = "![The table above as a picture, and how fast copying is.](results/{device}.png)"
 
 # At a width of 800 pixels, an inch has 100 pixels and a point 1.4; the file has twice as many.
@@ -91,10 +91,13 @@ def is_cuda(rows: list[Row]) -> bool:
 
 
 def text(results: list[list[Row]]) -> str:
-    """Return the README's block: a table for each device, or how to get one."""
+    """Return the README's block: tables of all CPUs and the last GPU, or how to get one."""
     if not results:
         return NO_RESULTS
-    tables = [line for rows in results for line in _summary(rows)]
+    of_gpus = [rows for rows in results if is_cuda(rows)]
+    of_gpus.sort(key=lambda rows: (rows[0].date, rows[0].device))
+    shown = [rows for rows in results if not is_cuda(rows)] + of_gpus[-1:]
+    tables = [line for rows in shown for line in _summary(rows)]
     return "\n".join([*_wrapped(ABOVE_ALL), "", *tables, ALL]) + "\n"
 
 
