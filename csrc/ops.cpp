@@ -11,18 +11,16 @@
 //                they are NaN, and outputs, dz and gradients are 0 there. None masks nothing.
 //   message, totals, sums, mean, invstd, count, constants
 //                contiguous float64.
-//   tail         contiguous float64 [3], on the CPU: see syncbn/distributed/protocol.py. With a
-//   tail
-//                the messages of both directions have 2C+4 values: 2C sums, the count (0 in
-//                backward passes) and the tail.
+//   tail         contiguous float64 [3], on the CPU: see syncbn/distributed/protocol.py. A message
+//                with a tail has 2C+4 values in both directions: 2C sums, the count (0 in backward
+//                passes) and the tail.
 //   tail_sum     the expected sum of the first values of all ranks' tails. If it is given, sums are
 //                verified: a count of NaN means that a rank aborted the pass, another sum of tails
 //                that ranks run different passes. On CPUs both are errors, and so is a count of 1,
 //                one value per channel in the whole group. On CUDA outputs are NaN, running
 //                statistics keep their values, and `status` gets a note.
-//   status       [1], float64, in pinned memory of the host or on the device. If it is 0, it
-//   becomes
-//                tail_sum if ranks run different passes, -tail_sum if one aborted.
+//   status       [1], float64, in pinned memory of the host or on the device. A note replaces 0: it
+//                is tail_sum if ranks run different passes, -tail_sum if one aborted.
 //   activation   0: none, 1: ReLU, 2: leaky ReLU with negative_slope, 3: SiLU.
 // All tensors are on one device. No operator waits for a CUDA device. Results do not depend on the
 // number of threads. No operator communicates or has an autograd formula: the Python layer joins

@@ -15,7 +15,7 @@ from syncbn.distributed import sync
 from syncbn.distributed.sync import Pass
 from syncbn.ops import checks, formulas, masks, reference, tensors
 from syncbn.ops.arguments import Arguments
-from syncbn.ops.epilogue import NUMBERS, EpilogueGradient
+from syncbn.ops.epilogue import FROM_OUTPUT, NUMBERS, EpilogueGradient
 
 
 def train(
@@ -84,7 +84,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         saved = (input, weight, mean, invstd, count, arguments.mask)
         if activation is None:
             ctx.save_for_backward(*saved)
-        elif activation == "silu":
+        elif activation not in FROM_OUTPUT:
             ctx.save_for_backward(*saved, constants, residual, None, bias)
         elif residual is None:
             ctx.save_for_backward(*saved, constants, None, None, None)
@@ -239,7 +239,7 @@ def _differentiable_backward(
     total = sync.sum_of(step.group, step.layer)
     dz = grad_output if mask is None else masks.clear(grad_output, mask)
     if derivative is not None:
-        if derivative.activation == "silu":
+        if derivative.activation not in FROM_OUTPUT:
             z = reference.batch_norm(input, weight, derivative.bias, ctx.eps, total, mask)
             if derivative.residual is not None:
                 z = z + masks.clear_given(derivative.residual, mask).to(z.dtype)

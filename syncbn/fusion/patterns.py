@@ -110,7 +110,7 @@ def _match(root: nn.Module, layer: Node, taken: set[Node]) -> Match:
     activation = _activation_of(root, node)
     if activation is None:
         raise _NotFused(f"is followed by {_describe(root, node)}, which cannot be fused")
-    if addition is not None and activation[0] == "silu":
+    if addition is not None and activation[0] not in epilogue.FROM_OUTPUT:
         _check_stays(root, _other_addend(root, addition, nodes)[0], addition)
     return Match([*nodes, node], addition, activation)
 

@@ -13,6 +13,8 @@ from syncbn.ops.arguments import Arguments, is_number
 
 # The operators' numbers of activations, as in csrc/common/activations.h.
 NUMBERS = {None: 0, "relu": 1, "leaky_relu": 2, "silu": 3}
+# Their derivatives follow from the sign of the output; those of others take the input.
+FROM_OUTPUT = ("relu", "leaky_relu")
 
 
 def check_activation(activation: object) -> None:
@@ -96,9 +98,9 @@ class EpilogueGradient(NamedTuple):
     negative_slope: float
     # The constants of syncbn.ops.batch_norm.batch_norm_apply; None where ``output`` is given.
     constants: Tensor | None
-    # The residual, for SiLU.
+    # The residual, where the derivative does not follow from the output.
     residual: Tensor | None
-    # The output, for ReLU and leaky ReLU after a residual.
+    # The output after a residual, where it does.
     output: Tensor | None
     # The bias, for higher derivatives of SiLU.
     bias: Tensor | None
@@ -109,7 +111,7 @@ class EpilogueGradient(NamedTuple):
         On CPUs storing dz takes less time than computing it again from grad_output and input.
         """
         has_residual = self.residual is not None or self.output is not None
-        return has_residual or (self.activation == "silu" and input.is_cpu)
+        return has_residual or (self.activation not in FROM_OUTPUT and input.is_cpu)
 
     def for_operators(self) -> tuple[Tensor | None, int, float]:
         """Return constants, activation and slope as the operators take them."""

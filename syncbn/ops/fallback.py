@@ -219,18 +219,8 @@ def batch_norm_apply(
     if residual is not None:
         z = z + residual
     zero = _LARGEST_ZERO.get(input.dtype, 0.0)
-    y = _activate(z, _NAMES[activation], negative_slope, zero)
+    y = formulas.activation(z, _NAMES[activation], negative_slope, zero)
     return torch.empty_like(input).copy_(y), mean, invstd, count
-
-
-def _activate(z: Tensor, activation: str | None, negative_slope: float, zero: float) -> Tensor:
-    if activation is None:
-        return z
-    if activation == "relu":
-        return torch.where(z <= zero, 0.0, z)
-    if activation == "leaky_relu":
-        return torch.where(z > zero, z, z * negative_slope)
-    return z * torch.sigmoid(z)
 
 
 def _epilogue_gradient(

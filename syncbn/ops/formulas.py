@@ -68,6 +68,17 @@ def check_input_size(input: Tensor) -> None:
         )
 
 
+def activation(z: Tensor, name: str | None, negative_slope: float, zero: float) -> Tensor:
+    """Return the activation of z; a z up to ``zero`` counts as 0."""
+    if name is None:
+        return z
+    if name == "relu":
+        return torch.where(z <= zero, 0.0, z)
+    if name == "leaky_relu":
+        return torch.where(z > zero, z, z * negative_slope)
+    return z * torch.sigmoid(z)
+
+
 def activation_gradient(
     dy: Tensor, z: Tensor, activation: str | None, negative_slope: float, zero: float = 0.0
 ) -> Tensor:
