@@ -46,6 +46,7 @@ def train(rank, world_size):
     return model[1].num_batches_tracked.item()
 
 
+@pytest.mark.filterwarnings("ignore")  # Inductor's own, of several kinds
 @pytest.mark.cuda
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_of_a_model_is_in_cuda_graphs(world_size):
