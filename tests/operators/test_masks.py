@@ -214,8 +214,9 @@ def test_stored_gradients_are_those_without_a_mask_or_zero(shape, layout, dtype,
     assert ((sums[: shape[1]] - stored.sum(0)).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("contiguous", torch.float64), ("channels_last", torch.bfloat16)]
+)
 @pytest.mark.parametrize("name", MASKED_OPS)
 def test_opcheck(name, layout, dtype):
     torch.library.opcheck(
