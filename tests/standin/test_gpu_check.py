@@ -16,6 +16,8 @@ from support.paths import ROOT
 
 from tools import gpu_check
 
+pytestmark = pytest.mark.any_torch  # tests of operators and benchmarks run with both
+
 # Without the profiler, and without buffers that exceed a GPU's cache.
 BENCHMARK = """
 import sys
