@@ -56,6 +56,17 @@ def test_large_mean_does_not_cost_the_output(layout):
     torch.testing.assert_close(output.double(), expected, rtol=1e-6, atol=1e-6)
 
 
+def test_variance_that_ranks_round_below_zero_is_zero():
+    x = make_input((4, 1), "contiguous", torch.float64)
+    squares = torch.tensor(0.09).double() * 4
+    totals = torch.stack([torch.tensor(1.2).double(), squares - 1e-12, torch.tensor(4.0).double()])
+    buffers = (torch.zeros(1).double(), torch.ones(1).double(), None)
+    _, _, invstd, _ = ops.batch_norm_apply(x, totals, None, None, *buffers, 1.0, 1e-20)
+    # The square root of eps alone; the variance would be -2.5e-13.
+    torch.testing.assert_close(invstd, torch.full_like(invstd, 1e10))
+    assert buffers[1].item() == 0.0
+
+
 @pytest.mark.parametrize("buffer_dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_running_statistics_move_toward_mean_and_unbiased_variance(buffer_dtype):
     x = make_input((4, 3, 5), "contiguous", torch.bfloat16)

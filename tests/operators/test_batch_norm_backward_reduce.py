@@ -34,6 +34,19 @@ def test_sums_match_float64(shape, layout, dtype):
     assert torch.equal(torch.cat([grad_bias, grad_weight]), sums)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_large_mean_does_not_cost_the_sums(layout):
+    x = make_input((16, 5, 24, 24), layout, torch.float32, mean=1e3, std=1.0)
+    dy = make_input(x.shape, layout, torch.float32, mean=1.0, seed=1)
+    mean, var = reference_moments(x)
+    invstd = (var + 1e-5).rsqrt()
+    _, grad_weight, _ = ops.batch_norm_backward_reduce(dy, x, mean, invstd)
+    products = dy.double() * (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
+    # A mean rounded to float32 would cost up to 3e-5 of the sum of dy, here about 0.1.
+    error = (grad_weight - products.sum(reduced_dims(x))).abs()
+    assert (error <= sum_tolerance(torch.float32, products)).all()
+
+
 @pytest.mark.parametrize("weight_dtype", DTYPES)
 @pytest.mark.parametrize("bias_dtype", DTYPES)
 def test_gradients_come_in_the_dtypes_of_weight_and_bias(weight_dtype, bias_dtype):
