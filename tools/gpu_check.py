@@ -1,9 +1,8 @@
 """Builds, tests and measures on a machine with a GPU: ``make gpu-check OUTPUT=folder``.
 
 Needs torch with CUDA, NumPy, nvcc, ninja and pytest, and no network. Builds in place and installs
-nothing.
-Without a GPU ``make standin`` runs the CUDA tests. It does not cover ptxas's code, a GPU's memory
-order, NCCL's network and time.
+nothing. Without a GPU ``make standin`` runs the CUDA tests. It does not cover ptxas's code, a GPU's
+memory order, NCCL's network and time.
 
 Each part writes a log and has a time limit, nine minutes in total. A failed part does not stop the
 others; the exit status and summary.txt report it.
@@ -134,7 +133,7 @@ def stages(output: Path) -> list[list[Part]]:
         workers = ["-p", "xdist", "-n", str(WORKERS[name])] if find_spec("xdist") else []
         tests.append(Part(name, [*pytest, *workers, *paths], 270, test_env))
     environment = f"'{python}' -m syncbn info && nvidia-smi"
-    # "python -m benchmarks run" would need NumPy and matplotlib.
+    # "python -m benchmarks run" would need matplotlib.
     benchmark = [python, "-m", "benchmarks.cuda", str(output / "benchmark.csv"), "quick"]
     return [
         [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],

@@ -4,17 +4,40 @@ On the stand-in Triton's kernels do nothing: there only the graphs are tested, n
 """
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.cases import make_input
 from support.cuda_device import IS_STANDIN
 from support.ranks import Ranks
 from torch import nn
 
-from syncbn import convert_sync_batchnorm
+from syncbn import _compat, convert_sync_batchnorm
+from syncbn.ops import batch_norm
 
 STEPS = 5  # one that warms up, one that records, replays
+
+
+def counted(operator, calls):
+    def call(*args, **kwargs):
+        calls.append(operator)
+        return operator(*args, **kwargs)
+
+    return call
+
+
+def step(network, run, x):
+    """Train; return the numbers of operators and collectives that the host has called."""
+    calls, operators = [], batch_norm._OPERATORS
+    counting = {name: counted(operator, calls) for name, operator in operators.items()}
+    before = _compat.count_operations(dist.group.WORLD, x.device)
+    with mock.patch.dict(operators, counting):
+        network.zero_grad(set_to_none=True)
+        run(x).pow(3).sum().backward()
+    num_collectives = _compat.count_operations(dist.group.WORLD, x.device) - before
+    return len(calls), num_collectives
 
 
 def train(rank, world_size):
@@ -27,15 +50,15 @@ def train(rank, world_size):
         nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.BatchNorm1d(8))
     )
     model = copy.deepcopy(eager)
-    networks = [(eager, eager), (model, torch.compile(model, mode="reduce-overhead"))]
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    called = []
     # An error if CUDA graphs are not used; torch would only log it.
     with torch._inductor.config.patch("triton.cudagraph_or_error", True):
-        for step in range(STEPS):
-            x = make_input((16, 6), "contiguous", torch.float32, seed=10 * rank + step)
+        for seed in range(STEPS):
+            x = make_input((16, 6), "contiguous", torch.float32, seed=10 * rank + seed)
             torch.compiler.cudagraph_mark_step_begin()
-            for network, run in networks:
-                network.zero_grad(set_to_none=True)
-                run(x).pow(3).sum().backward()
+            step(eager, eager, x)
+            called.append(step(model, compiled, x))
             if not IS_STANDIN:
                 pairs = zip(eager.parameters(), model.parameters(), strict=True)
                 for a, b in pairs:  # float32 sums
@@ -43,6 +66,8 @@ def train(rank, world_size):
     if not IS_STANDIN:
         for a, b in zip(eager.buffers(), model.buffers(), strict=True):
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)  # five updates in float32
+    assert called[0][0] > 0 and called[0][1] == (4 if world_size > 1 else 0), called
+    assert called[2:] == [(0, 0)] * (STEPS - 2), called  # a replay calls nothing
     return model[1].num_batches_tracked.item()
 
 

@@ -59,7 +59,7 @@ def test_layer_on_the_cpu_asks_for_no_default_device(device):
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, device]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    # Where another device is the default, torch prints that of the tensor.
+    # torch prints a tensor's device if another one is the default.
     _, printed, expected = ran.stdout.replace(", device='cpu'", "").split("---\n")
     assert printed == expected
 

@@ -5,7 +5,6 @@ Shows that Inductor's graphs run, are recorded and replayed; their numbers mean 
 
 from typing import Any
 
-import torch
 import triton.backends.nvidia.driver as nvidia
 
 PROPERTIES = {
@@ -51,4 +50,4 @@ def install() -> None:
     for name in ("use_static_cuda_launcher", "use_static_triton_launcher"):  # of both torches
         if hasattr(config, name):
             setattr(config, name, False)
-    torch._inductor.config.force_disable_caches = True
+    config.force_disable_caches = True

@@ -4,5 +4,5 @@ import ctypes
 
 IS_STANDIN = hasattr(ctypes.CDLL(None), "standin_take_log")
 
-# The stand-in has no Triton: there a graph runs as AOTAutograd makes it.
+# On the stand-in Triton's kernels do nothing: there a graph runs as AOTAutograd makes it.
 COMPILER = "aot_eager" if IS_STANDIN else "inductor"
