@@ -60,6 +60,8 @@ CUDA_SHAPES = [
     (2, 1025, 2),  # many channels of few values
     (20, 1, 1033),  # one channel, split
 ]
+# Where an offset changes the kernel.
+UNALIGNED_SHAPES = [(13, 5), (700, 24), (5, 3, 7, 7), (9, 3, 28, 28), (2, 5, 31, 37)]
 
 EMPTY_SHAPES = [(0, 3), (0, 3, 4, 4), (2, 3, 0), (2, 3, 0, 5)]
 
