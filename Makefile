@@ -124,7 +124,7 @@ standin-own:
 	$(STANDIN) tests/standin
 standin-operators:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(STANDIN) -m cuda tests/operators
-standin-core: standin-own standin-operators
+standin-core: standin-operators
 	STANDIN_DEVICES=2 STANDIN_STREAMS=late $(STANDIN) -m cuda tests/cuda tests/ranks/test_cuda_ranks.py
 
 # A subset is drawn but leaves the README alone.

@@ -21,7 +21,7 @@ from support.cuda_device import IS_STANDIN
 
 from syncbn import ops
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("on_cuda")]
+pytestmark = [pytest.mark.cuda, pytest.mark.any_torch, pytest.mark.usefixtures("on_cuda")]
 
 # Shapes that are split over grids or blocks of threads.
 LARGE_SHAPES = [

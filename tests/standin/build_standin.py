@@ -93,9 +93,17 @@ class Build:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             return list(pool.map(one, sources))
 
+    def unit(self, folder: Path, *flags: str) -> list[Path]:
+        """Compile the files of a folder as one: headers take most of the time."""
+        unit = self.folder / f"{folder.name}.cpp"
+        text = "".join(f'#include "{source}"\n' for source in sorted(folder.glob("*.cpp")))
+        if not (unit.exists() and unit.read_text() == text):
+            unit.write_text(text)
+        return self.compile([unit], "-O1", *flags)
+
     def preloaded(self, name: str, part: str, symbols: str, version: str = "", *flags: str) -> None:
         """Link a library under the name that torch looks for, with all functions that it needs."""
-        objects = self.compile(sorted((STANDIN / part).glob("*.cpp")), "-std=c++17", "-O1", *flags)
+        objects = self.unit(STANDIN / part, "-std=c++17", *flags)
         target = self.folder / name
         if is_newer(target, objects):
             return
@@ -122,13 +130,7 @@ class Build:
 
     def aten(self) -> None:
         """Link torch's operators of CUDA tensors, which the runtime loads."""
-        # One unit: torch's headers take five seconds a file.
-        unit = self.folder / "aten.cpp"
-        sources = sorted((STANDIN / "aten").glob("*.cpp"))
-        text = "".join(f'#include "aten/{source.name}"\n' for source in sources)
-        if not (is_newer(unit, sources) and unit.read_text() == text):
-            unit.write_text(text)
-        objects = self.compile([unit], "-std=c++20", "-O1", *TORCH_HEADERS)
+        objects = self.unit(STANDIN / "aten", "-std=c++20", *TORCH_HEADERS)
         target = self.folder / "libstandin_aten.so"
         if not is_newer(target, objects):
             runtime = [f"-L{self.folder}", f"-l:{PRELOADED[0]}"]
@@ -165,11 +167,10 @@ class Build:
         """Link syncbn's CUDA operators: adapters, nvcc's launch code and the translated PTX."""
         launchers, translated = self.launchers()
         emulation = ["-std=c++17", *PTX_FLAGS, f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}"]
-        objects = self.compile(translated, *emulation, "-w")
+        objects = self.compile(translated, *emulation, "-w", "-g0")
         own = [EMULATION / "ptx" / "registry.cpp", STANDIN / "kernels" / "kernels.cpp"]
         objects += self.compile(own, *emulation)
-        adapters = sorted(CUDA_SOURCES.glob("*.cpp"))
-        objects += self.compile(adapters, "-std=c++20", "-O1", "-DUSE_CUDA", *TORCH_HEADERS)
+        objects += self.unit(CUDA_SOURCES, "-std=c++20", "-DUSE_CUDA", *TORCH_HEADERS)
         target = self.folder / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
         if not is_newer(target, objects):
             runtime = [f"-L{self.folder}", f"-l:{PRELOADED[0]}"]

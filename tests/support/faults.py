@@ -18,6 +18,7 @@ from support.fault_case import (
     COMPILED,
     EAGER,
     EVERYWHERE,
+    ONCE,
     SELDOM,
     Fate,
     Fault,
@@ -191,7 +192,7 @@ FAULTS += [
         communication,
         AFTER_MEMORY,
         where=("backward",),
-        ways=((3, "eager"),),  # compiled, the gradient is made of operators of torch's
+        ways=ONCE,  # compiled, the gradient is made of operators of torch's
         waits=True,
     ),
     Fault(
@@ -264,7 +265,7 @@ FAULTS += [
         communication,
         "give the group a timeout above the longest pause",
         where=("forward", "backward"),
-        ways=((3, "eager"),),
+        ways=ONCE,
         waits=True,
         leaves=True,
         resume=resume,

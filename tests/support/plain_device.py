@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from support.emulated import compile_cxx, in_parallel
+from support.emulated import compile_cxx
 from support.paths import ROOT
 from syncbn.ops import fallback
 
@@ -38,15 +38,11 @@ def build() -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     package = Path(torch.__file__).parent
     includes = [f"-isystem{package / 'include'}", f"-isystem{sysconfig.get_path('include')}"]
-    objects = [folder / f"{source.name}.{os.getpid()}.o" for source in SOURCES]
-
-    def compile_one(source: Path, target: Path) -> None:
-        compile_cxx(*includes, "-std=c++20", "-c", source, "-o", target)  # torch 2.15's headers
-
-    in_parallel(compile_one, SOURCES, objects)
     part = folder / f"{os.getpid()}.so"
     libraries = [f"-L{package / 'lib'}", "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
-    compile_cxx("-shared", *objects, *libraries, "-o", part)
+    # As one file: torch's headers take most of the time. They are of C++20 in torch 2.15.
+    first, last = SOURCES
+    compile_cxx("-std=c++20", *includes, "-include", first, "-shared", last, *libraries, "-o", part)
     part.replace(library)  # at once, for other processes
     return library
 

@@ -4,7 +4,7 @@ import torch
 
 from support.fault_case import (
     EVERYWHERE,
-    SELDOM,
+    ONCE,
     Fault,
     communication,
     disagreement,
@@ -19,10 +19,10 @@ from syncbn import convert_sync_batchnorm
 # Other layers.
 
 
-def differ(name, what, differs, fate, **options):
+def differ(name, what, differs, fate, ways=ONCE, **options):
     """Return the fault of another program, of which all ranks hear the same."""
     advice = "build and run the same layers in the same order on all ranks"
-    return Fault(name, what, differs, fate, fate, advice, **options)
+    return Fault(name, what, differs, fate, fate, advice, ways=ways, **options)
 
 
 def use_other_channels(training, where):
@@ -48,6 +48,7 @@ FAULTS = [
         "has 6 channels in a layer that has 4 on the others",
         use_other_channels,
         other_channels,
+        EVERYWHERE,
     ),
     differ(
         "fewer",
@@ -73,6 +74,7 @@ FAULTS = [
         "runs two layers of one size in another order",
         run_layers(EXCHANGED),
         disagreement,
+        EVERYWHERE,
         channels=SAME_CHANNELS,
         passes={
             "forward": ("the forward pass of layer 'norm3'", "the forward pass of layer 'norm4'")
@@ -152,7 +154,7 @@ FAULTS += [
         goes_on,
         communication,
         "call `train()` and `eval()` on all ranks alike",
-        ways=SELDOM,
+        ways=ONCE,
         waits=True,
     ),
     Fault(
@@ -162,6 +164,7 @@ FAULTS += [
         disagreement,
         disagreement,
         "differentiate on all ranks or on none",
+        ways=ONCE,
         passes={"forward": AFTERWARDS},
     ),
     Fault(
@@ -172,7 +175,7 @@ FAULTS += [
         communication,
         "differentiate on all ranks or on none",
         where=("backward",),
-        ways=SELDOM,
+        ways=ONCE,
         waits=True,
         stops=True,
     ),
@@ -192,7 +195,6 @@ FAULTS += [
         disagreement,
         disagreement,
         "checkpoint the same layers on all ranks",
-        ways=EVERYWHERE,
         passes={
             "forward": ("the backward pass of layer 'norm4'", "the recomputation of layer 'norm1'")
         },

@@ -36,8 +36,8 @@ CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and c
 AFTER_FAILURE_SECONDS = 10  # for the others, once a rank has failed
 COLLECTIVE_SECONDS = 40  # a collective gives up before its case does
 _SYNCBN = re.compile(r"syncbn")
-# What a first step and a first compilation import.
-FORKSERVER_IMPORTS = ["syncbn", "torch._inductor.lowering"]
+# Imported once: by a first step, by a first compilation, and by the functions of tests.
+FORKSERVER_IMPORTS = ["syncbn", "torch._inductor.lowering", "support.plain_device", "support.trial"]
 
 
 # A process that starts asks for the exit status of all others. The fork server tells it once, and a
