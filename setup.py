@@ -254,7 +254,7 @@ print(
 
 def pypi_description() -> str:
     """The README; its relative links, which are dead on PyPI, lead to the tag of this version."""
-    pyproject = Path("pyproject.toml").read_text()
+    pyproject = Path("pyproject.toml").read_text()  # Python 3.10 has no TOML parser
     (repository,) = re.findall(r'^Repository = "(.+)"$', pyproject, re.MULTILINE)
 
     def absolute(link):
