@@ -95,9 +95,9 @@ STABLE_TORCH_LIBRARY(syncbn, m) {
   // The same operator, which also stores dz: if a residual was added before an activation, dz is
   // the residual's gradient. On CPUs it also serves SiLU without a residual: storing dz takes less
   // time than computing it again.
-  //   residual, constants
-  //                given with SiLU: the same tensors as in batch_norm_apply.
   //   output       given with ReLU and leaky ReLU: batch_norm_apply's, which has the sign of z.
+  //   residual, constants
+  //                given with other activations: the same tensors as in batch_norm_apply.
   //   dz           shape, dtype and layout of input. The sums are of the unrounded dz.
   m.def(
       "batch_norm_backward_reduce_dz(Tensor grad_output, Tensor input, Tensor mean, "

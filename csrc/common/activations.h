@@ -2,7 +2,8 @@
 // file, except for ReLU and leaky ReLU: csrc/cpu/activations.h, csrc/cuda/kernels/activations.h.
 //
 // An activation is a struct with value(z) and gradient(dy, z) = dy * derivative(z). Both take the
-// unrounded z. A positive z that rounds to zero in the tensor's dtype counts as zero.
+// unrounded z. A positive z that rounds to zero in the tensor's dtype counts as zero. kFromOutput:
+// the derivative follows from the sign of the output.
 #pragma once
 
 #include <cmath>
@@ -18,6 +19,10 @@ constexpr int kNumActivations = 4;
 struct ActivationChoice {
   Activation kind = Activation::kNone;
   double negative_slope = 0;
+
+  bool is_from_output() const {
+    return kind == Activation::kRelu || kind == Activation::kLeakyRelu;
+  }
 };
 
 // x * y + z, rounded once (on the CPU: if the instruction set can). Forward and backward passes
@@ -51,6 +56,7 @@ SYNCBN_HOST_DEVICE SYNCBN_INLINE double sigmoid(double z) { return 1 / (1 + std:
 // have it as their activation, too.
 struct NoActivation {
   static constexpr bool kIsLong = false;
+  static constexpr bool kFromOutput = false;
 
   template <typename V>
   SYNCBN_HOST_DEVICE SYNCBN_INLINE V value(const V& z) const {
@@ -69,6 +75,7 @@ struct Sigmoid {
 template <typename Function>
 struct SiluOf {
   static constexpr bool kIsLong = true;  // too many instructions to unroll a loop
+  static constexpr bool kFromOutput = false;
 
   template <typename V>
   SYNCBN_HOST_DEVICE SYNCBN_INLINE V value(const V& z) const {

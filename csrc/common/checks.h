@@ -337,10 +337,10 @@ inline ActivationChoice check_activation_gradient(const BackwardArguments& a,
   check_like_input("output", a.output, a.input, geometry);
   SYNCBN_CHECK(choice.kind != Activation::kNone,
                "expected an activation; without it grad_output is the residual's gradient");
-  const bool is_silu = choice.kind == Activation::kSilu;
-  SYNCBN_CHECK(a.constants.has_value() == is_silu && (is_silu || !a.residual.has_value()) &&
-                   a.output.has_value() != is_silu,
-               "expected constants for SiLU, output for ReLU and leaky ReLU");
+  const bool from_output = choice.is_from_output();
+  SYNCBN_CHECK(a.output.has_value() == from_output && a.constants.has_value() != from_output &&
+                   !(from_output && a.residual.has_value()),
+               "expected output for ReLU and leaky ReLU, constants for other activations");
   return choice;
 }
 

@@ -21,6 +21,7 @@ SYNCBN_INLINE A zero_where_at_most(A x, A bound, A otherwise) {
 template <typename A>
 struct Relu {
   static constexpr bool kIsLong = false;
+  static constexpr bool kFromOutput = true;
 
   A largest_zero;  // of the tensor's dtype
 
@@ -38,6 +39,7 @@ struct Relu {
 template <typename A>
 struct LeakyRelu {
   static constexpr bool kIsLong = false;
+  static constexpr bool kFromOutput = true;
 
   A largest_zero;  // of the tensor's dtype
   A negative_slope;

@@ -91,7 +91,7 @@ ReduceResults batch_norm_backward_reduce(const BackwardArguments& a) {
       if constexpr (std::is_same_v<Act, NoActivation>) {
         sum_segments<GradTerms, T>(geometry, partition, mask_data, {{dy, x}}, {means}, g, d);
         return;
-      } else if constexpr (std::is_same_v<Act, Silu>) {
+      } else if constexpr (!Act::kFromOutput) {
         if (a.residual.has_value()) {
           sum_segments<GradTermsWithEpilogue<Act, true>::template Formula, T>(
               geometry, partition, mask_data, {{dy, x, data(a.residual)}, dz},

@@ -11,6 +11,7 @@ namespace syncbn::cuda {
 template <typename A>
 struct PiecewiseLinear {
   static constexpr bool kIsLong = false;
+  static constexpr bool kFromOutput = true;
 
   A largest_zero;
   A negative_slope;

@@ -345,14 +345,20 @@ void launch_batch_norm_backward_reduce(const Plan& plan, void* stream, const voi
                      [](auto type, const auto& function) {
                        function(GradTerms<compute_t<typename decltype(type)::type>>{});
                      });
-  } else if (epilogue.residual != nullptr) {  // SiLU
-    launch_reduction(plan, stream, {grad_output, input, epilogue.residual}, epilogue.dz, out,
-                     [](auto type, const auto& function) {
-                       using T = typename decltype(type)::type;
-                       using Terms = GradTermsWithEpilogue<SiluFor<T>, true>;
-                       function(typename Terms::template Formula<compute_t<T>>{});
-                     });
-  } else if (epilogue.output != nullptr) {  // ReLU and leaky ReLU
+  } else if (epilogue.residual != nullptr) {
+    launch_reduction(
+        plan, stream, {grad_output, input, epilogue.residual}, epilogue.dz, out,
+        [&](auto type, const auto& function) {
+          using T = typename decltype(type)::type;
+          dispatch_activation<T>(epilogue.activation, plan.dtype, [&](auto activation) {
+            using Act = decltype(activation);
+            if constexpr (!Act::kFromOutput) {
+              using Terms = GradTermsWithEpilogue<Act, true>;
+              function(typename Terms::template Formula<compute_t<T>>{{}, {}, {}, activation});
+            }
+          });
+        });
+  } else if (epilogue.output != nullptr) {
     launch_reduction(plan, stream, {grad_output, input, epilogue.output}, epilogue.dz, out,
                      [&](auto type, const auto& function) {
                        using A = compute_t<typename decltype(type)::type>;
