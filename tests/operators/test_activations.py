@@ -142,7 +142,9 @@ def test_arguments_that_do_not_fit():
     with pytest.raises(RuntimeError, match="expected an activation"):
         residual(*operands, None, NONE, 0.0, None, output)
     for sources in [(constants, SILU, 0.0, None, output), (None, RELU, 0.0, x, None)]:
-        with pytest.raises(RuntimeError, match="expected output for ReLU and leaky ReLU, constants"):
+        with pytest.raises(
+            RuntimeError, match="expected output for ReLU and leaky ReLU, constants"
+        ):
             residual(*operands, *sources)
     with pytest.raises(ValueError, match=r"output to have shape \[4, 3, 5\]"):
         residual(*operands, None, RELU, 0.0, None, output[:2])
