@@ -9,7 +9,7 @@ from values import DEVICE, sequence
 
 
 def log_of(call):
-    """Return what a call did: pairs such as ("kernel", "aten::add.Tensor")."""
+    """Return the log of a call: pairs such as ("kernel", "aten::add.Tensor")."""
     torch.cuda.synchronize()
     take_log()
     call()

@@ -97,7 +97,7 @@ COMPILED = ((2, "compiled"),)
 CHECKPOINTED = ((3, "checkpointed"),)
 EVERYWHERE = EAGER + COMPILED + CHECKPOINTED
 SELDOM = ((3, "eager"), *COMPILED)  # of what waits for seconds
-ONCE = ((3, "eager"),)  # of what is found by the code that finds a fault tested everywhere
+ONCE = ((3, "eager"),)  # the same code finds another fault, which is tested everywhere
 
 WAITING_SECONDS = 5  # of a group's timeout
 
