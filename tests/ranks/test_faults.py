@@ -121,10 +121,12 @@ def test_what_becomes_of_the_ranks_over_nccl(fault, where, world_size, mode, pro
         outcomes = others
     for rank, outcome in enumerate(outcomes):
         assert not isinstance(outcome, Failure), f"rank {rank}: {outcome} {outcome.text}"
+    errors = [(outcome["error"], outcome["seconds"]) for outcome in outcomes]
+    for outcome in outcomes:
         fate = (fault.that_rank if outcome is that else fault.others).late
         error = outcome["error"]
-        assert re.match(fate.pattern, error, re.DOTALL) if fate.pattern else not error, error
-        assert fault.waits or outcome["seconds"] < fault.timeout, error
+        assert re.match(fate.pattern, error, re.DOTALL) if fate.pattern else not error, errors
+        assert fault.waits or outcome["seconds"] < fault.timeout, errors
         assert outcome["renewed"] == "", outcome["renewed"]
         check_buffers(outcome["before"], outcome["after"], may_only_count=True)
 

@@ -179,7 +179,7 @@ class Ranks:
                     outcomes[rank] = pipe.recv()
                     if isinstance(outcomes[rank], Failure):
                         deadline = min(deadline, time.monotonic() + self.after_failure_seconds)
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     multiprocessing.connection.wait([self.processes[rank].sentinel])
                     with _polling:
                         self.processes[rank].join()

@@ -146,7 +146,9 @@ def run(rank, world_size, fault, where, mode, folder):
         else:
             fault.others_do(training, where)
         if is_late():
-            hear(training, goes_on=rank != last or not fault.stops)
+            must_hear = fault.others.late.pattern.startswith("RuntimeError")
+            goes_on = rank != last or not fault.stops
+            hear(training, goes_on, HEAR_SECONDS if must_hear else 0)
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
     seconds = time.monotonic() - begin
@@ -167,6 +169,7 @@ def run(rank, world_size, fault, where, mode, folder):
 
 LATE_STEPS = 8  # after the step of a fault
 DEVICE_SECONDS = 0.5  # by far more than a step takes
+HEAR_SECONDS = 20  # by far more than ranks take to agree
 
 
 def is_late():
@@ -184,15 +187,19 @@ def has_device_arrived():
     return True
 
 
-def hear(training, goes_on):
+def hear(training, goes_on, seconds):
     """Make further steps, in one of which the host may hear of a failure.
 
     The host looks at its device after each step, and does not wait for it: as a program that reads
-    its loss only when the device has computed it.
+    its loss only when the device has computed it. For ``seconds`` it goes on while the device
+    waits: another rank may be slow.
     """
-    arrived = has_device_arrived()
-    for _ in range(LATE_STEPS if goes_on else 0):
+    arrived, begin, num_steps = has_device_arrived(), time.monotonic(), 0
+    while goes_on and (
+        num_steps < LATE_STEPS or (not arrived and time.monotonic() < begin + seconds)
+    ):
         training.step()
+        num_steps += 1
         arrived = has_device_arrived()
     if not arrived:
         raise TimeoutError("the device waits for another rank")
