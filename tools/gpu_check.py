@@ -4,7 +4,7 @@ Needs torch with CUDA, NumPy, nvcc, ninja and pytest, and no network. Builds in 
 nothing. Without a GPU ``make standin`` runs the CUDA tests. It does not cover ptxas's code, a GPU's
 memory order, NCCL's network and time.
 
-Each part writes a log and has a time limit, nine minutes in total. A failed part does not stop the
+Each part writes a log and has a time limit, ten minutes in total. A failed part does not stop the
 others; the exit status and summary.txt report it.
 """
 
@@ -27,8 +27,9 @@ TESTS = {
     "sanitizer": ["tests/sanitizer"],
     "others": ["tests/compile", "tests/cuda", "tests/layer", "tests/operators"],
 }
-# Processes for each part, if pytest-xdist is installed; a test of ranks starts more.
-WORKERS = {"ranks": 4, "sanitizer": 4, "others": 8}
+# Processes for each part, if pytest-xdist is installed; a test of ranks starts more. Each process
+# takes about 1 GiB of the GPU, and more of them than these have filled 80 GiB.
+WORKERS = {"ranks": 3, "sanitizer": 2, "others": 5}
 
 FIND_DEVICE = """
 import torch
@@ -131,7 +132,7 @@ def stages(output: Path) -> list[list[Part]]:
     tests = []
     for name, paths in TESTS.items():
         workers = ["-p", "xdist", "-n", str(WORKERS[name])] if find_spec("xdist") else []
-        tests.append(Part(name, [*pytest, *workers, *paths], 270, test_env))
+        tests.append(Part(name, [*pytest, *workers, *paths], 330, test_env))
     environment = f"'{python}' -m syncbn info && nvidia-smi"
     # "python -m benchmarks run" would need matplotlib.
     benchmark = [python, "-m", "benchmarks.cuda", str(output / "benchmark.csv"), "quick"]
