@@ -169,7 +169,7 @@ def run(rank, world_size, fault, where, mode, folder):
 
 LATE_STEPS = 8  # after the step of a fault
 DEVICE_SECONDS = 0.5  # by far more than a step takes
-HEAR_SECONDS = 20  # by far more than ranks take to agree
+HEAR_SECONDS = 20  # by far more than ranks take to agree, and torch to import its compiler
 
 
 def is_late():
