@@ -4,7 +4,7 @@ Needs torch with CUDA, NumPy, nvcc, ninja and pytest, and no network. Builds in 
 nothing. Without a GPU ``make standin`` runs the CUDA tests. It does not cover ptxas's code, a GPU's
 memory order, NCCL's network and time.
 
-Each part writes a log and has a time limit, ten minutes in total. A failed part does not stop the
+Each part writes a log and has a time limit, nine minutes in total. A failed part does not stop the
 others; the exit status and summary.txt report it.
 """
 
@@ -132,7 +132,7 @@ def stages(output: Path) -> list[list[Part]]:
     tests = []
     for name, paths in TESTS.items():
         workers = ["-p", "xdist", "-n", str(WORKERS[name])] if find_spec("xdist") else []
-        tests.append(Part(name, [*pytest, *workers, *paths], 330, test_env))
+        tests.append(Part(name, [*pytest, *workers, *paths], 310, test_env))
     environment = f"'{python}' -m syncbn info && nvidia-smi"
     # "python -m benchmarks run" would need matplotlib.
     benchmark = [python, "-m", "benchmarks.cuda", str(output / "benchmark.csv"), "quick"]
@@ -140,7 +140,7 @@ def stages(output: Path) -> list[list[Part]]:
         [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],
         [Part("environment", ["sh", "-c", environment], 20, env)],
         tests,
-        [Part("benchmark", benchmark, 120, env)],
+        [Part("benchmark", benchmark, 90, env)],
     ]
 
 
