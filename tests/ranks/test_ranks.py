@@ -94,3 +94,12 @@ def test_death_is_told_from_failure_and_nothing_outlives_it():
     assert isinstance(dead, Failure) and dead.message == "exit code 7"
     with pytest.raises(ProcessLookupError):
         os.kill(survivor, 0)
+
+
+def test_rank_that_cannot_start_is_dead():
+    """What was sent to it stays unread, which resets the connection."""
+    with Ranks(2, backend="none") as ranks:
+        outcomes = ranks.outcomes(add_ranks, 0)
+    assert [(outcome.kind, outcome.message) for outcome in outcomes] == [
+        ("died", "exit code 1")
+    ] * 2
