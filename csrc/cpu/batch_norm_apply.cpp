@@ -106,7 +106,7 @@ ForwardResults batch_norm_apply(const ForwardArguments& a) {
   work.constants.shift = arrays.add();
 
   const double factor = group_count == 0 ? 0 : count_batch(a);
-  const bool updates = a.running_mean.has_value() && group_count != 0;
+  const bool updates = a.running_mean.has_value() && a.running_var.has_value() && group_count != 0;
   if (updates) {
     work.running_means = arrays.load(a.running_mean, 0);
     work.running_variances = arrays.load(a.running_var, 0);

@@ -15,6 +15,8 @@
 using namespace syncbn;
 using namespace syncbn::cuda;
 
+namespace {
+
 // Shape, strides and dtype of the input.
 struct Call {
   const int64_t* sizes;
@@ -24,8 +26,6 @@ struct Call {
   int multiprocessors;
   emulation::Order order;
 };
-
-namespace {
 
 Plan plan_of(const Call& call, const KernelKind& kind,
              std::initializer_list<const void*> pointers) {

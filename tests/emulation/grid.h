@@ -32,7 +32,9 @@ struct uint3 {
 
 struct dim3 {
   unsigned x, y, z;
-  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+  // NOLINTNEXTLINE(misc-explicit-constructor): CUDA's takes a number, too
+  constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) noexcept
+      : x(x_), y(y_), z(z_) {}
 };
 
 inline uint3 threadIdx, blockIdx;

@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
   int row = threadIdx.y;
   int64_t next = (matrix.first_row() + row) * matrix.columns + column;
   Vector<T, kVector> values[kInputs][kSteps];
-  const auto load_rows = [&]() {
+  const auto load_rows = [&] {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (row + k * step < rows) {
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
   Vector<T, kVector> values[kInputs][kSteps];
   AlignedVector vector[kSteps];
   VectorWalk<kVector, kAligned, Direction::kUp> walk(planar, channel, planar.first_vector() + at);
-  const auto load_vectors = [&]() {
+  const auto load_vectors = [&] {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       vector[k] = {};

@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
   int row = rows - 1 - static_cast<int>(threadIdx.y);
   int64_t offset = (matrix.first_row() + row) * matrix.columns + column;
   Vector<T, kVector> values[kInputs][kSteps];
-  const auto load_rows = [&]() {
+  const auto load_rows = [&] {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (row - k * step >= 0) {
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
   AlignedVector vector[kSteps];
   Vector<T, kVector> values[kInputs][kSteps];
   VectorWalk<kVector, kAligned, Direction::kDown> walk(planar, channel, planar.first_vector() + at);
-  const auto load_vectors = [&]() {
+  const auto load_vectors = [&] {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (at - k * step >= 0) {
