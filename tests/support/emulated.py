@@ -73,8 +73,7 @@ def build(folder: Path) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
-# -O1: syncbn's translated kernels are 80,000 statements, half a minute for g++. Integers wrap
-# around as in PTX, and only PTX's own instructions are fused.
+# Integers wrap around as in PTX, and only PTX's own instructions are fused.
 PTX_FLAGS = ["-O1", "-fwrapv", "-ffp-contract=off", *OWN_VARIABLES]
 
 

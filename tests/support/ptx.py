@@ -1,8 +1,8 @@
 """PTX, the assembly that nvcc writes, as C++: a kernel is a function, an instruction a statement.
 
-A register is an unsigned number of its width and holds the bits of whatever type an instruction
-takes it for; control flow is goto. Nothing is rewritten. An instruction that is not known is an
-error: it is never skipped.
+A register is a union of its width and holds the bits of whatever type an instruction takes it for;
+control flow is goto. Nothing is rewritten. An instruction that is not known is an error: it is
+never skipped.
 
 The C++ includes ``tests/emulation/ptx/``: ``instructions.h`` for what takes more than an
 expression, ``memory.h`` for loads and stores and their checks.
@@ -20,7 +20,7 @@ CXX_TYPES = {
     **{f"s{bits}": f"int{bits}_t" for bits in (8, 16, 32, 64)},
 }
 REGISTER_TYPES = {"pred": "bool"} | {
-    f"{kind}{bits}": f"uint{bits}_t" for kind in "bfsu" for bits in (16, 32, 64)
+    f"{kind}{bits}": f"Register{bits}" for kind in "bfsu" for bits in (16, 32, 64)
 }
 SPECIAL_REGISTERS = {
     f"%{name}.{axis}": f"{variable}.{axis}"
@@ -164,7 +164,7 @@ class Kernel:
     def __init__(self, name: str, parameters: str, directives: str, shared: set[str]) -> None:
         self.name = name
         self.shared = shared  # names of the dynamic shared memory, which begins at 0
-        self.registers: set[str] = set()
+        self.registers: dict[str, str] = {}  # what each is declared as
         self.parameters: dict[str, Parameter] = {}
         self.lines: list[str] = []
         self.opcodes: list[str] = []
@@ -197,7 +197,7 @@ class Kernel:
             return f"{cxx}({SPECIAL_REGISTERS[text]})"
         if re.fullmatch(r"0[fd][0-9a-fA-F]+", text):
             width = {"f": 32, "d": 64}[text[1]]
-            return f"as<{cxx}>(uint{width}_t{{0x{text[2:]}}})"
+            return f"Register{width}{{0x{text[2:]}}}.{member(kind)}"
         if re.fullmatch(r"-?\d+", text) and not kind.startswith("f"):
             bits = int(text) % 2**64
             return f"({cxx})0x{bits:x}u" if kind != "pred" else f"bool({bits})"
@@ -205,20 +205,26 @@ class Kernel:
             return f"{cxx}(parameters + {self.parameters[text].offset})"
         if text in self.shared:
             return f"{cxx}(0)"
-        return f"as<{cxx}>({self.register(text)})"
+        return self.register(text, kind)
 
-    def register(self, name: str) -> str:
+    def register(self, name: str, kind: str) -> str:
+        """Return the lowest bits of a register as ``kind``, for C++ that reads them."""
         if name not in self.registers:
             raise UnknownPtxError(f"operand {name!r} in {self.name}")
-        return cxx_name(name)
+        return cxx_name(name) if kind == "pred" else f"{cxx_name(name)}.{member(kind)}"
+
+    def target(self, name: str, kind: str) -> str:
+        """Return a register for C++ that assigns a value: a narrower integer is extended."""
+        declared = self.registers.get(name, kind)
+        if kind[0] in "bsu" and declared != "pred":
+            kind = member(kind)[0] + declared[1:]
+        return self.register(name, kind)
 
     def declare(self, kind: str, names: list[str]) -> None:
-        self.registers.update(names)
-        # What nobody has written is NaN of every type, and true.
-        unset = "true" if kind == "pred" else "-1"
-        cxx = REGISTER_TYPES[kind]
-        initialized = ", ".join(f"{cxx_name(name)} = {cxx}({unset})" for name in names)
-        self.lines.append(f"  {cxx} {initialized};")
+        self.registers.update(dict.fromkeys(names, kind))
+        unset = " = true" if kind == "pred" else ""
+        declared = ", ".join(f"{cxx_name(name)}{unset}" for name in names)
+        self.lines.append(f"  {REGISTER_TYPES[kind]} {declared};")
 
     def address(self, text: str, space: str) -> str:
         found = re.fullmatch(r"\[([%\w]+)(?:\+(-?\d+))?\]", text)
@@ -230,7 +236,7 @@ class Kernel:
     def add_instruction(self, guard: str | None, opcode: str, operands: list[str]) -> None:
         statement = self._statement(opcode, operands)
         if guard:
-            condition = self.register(guard.lstrip("!"))
+            condition = self.register(guard.lstrip("!"), "pred")
             statement = f"if ({'!' * guard.count('!')}{condition}) {{ {statement} }}"
         self.lines.append(f"  {statement}")
         self.opcodes.append(opcode)
@@ -257,7 +263,7 @@ class Kernel:
         elif opcode in ("atom.global.inc.u32", "atom.relaxed.gpu.global.inc.u32"):
             result, place, limit = operands
             call = f"atomic_inc({self.address(place, 'global')}, {self.operand(limit, 'u32')})"
-            statement = f"put({self.register(result)}, {call});"
+            statement = f"{self.target(result, 'u32')} = {call};"
         if statement is None:
             raise UnknownPtxError(f"instruction {opcode} {', '.join(operands)} in {self.name}")
         return statement
@@ -269,7 +275,7 @@ class Kernel:
         pairs = zip(inputs, rule.operands, strict=True)
         values = {name: self.operand(*pair) for name, pair in zip("abc", pairs, strict=False)}
         expression = re.sub(r"\b[abc]\b", lambda found: values[found[0]], rule.expression)
-        return f"put({self.register(result)}, {CXX_TYPES[rule.result]}({expression}));"
+        return f"{self.target(result, rule.result)} = {CXX_TYPES[rule.result]}({expression});"
 
     def _access(self, opcode: str, operands: list[str]) -> str | None:
         known = r"(ld|st)\.(param|shared|global)(\.nc|\.cs)?(?:\.v([24]))?\.([busf]\d+)"
@@ -285,7 +291,7 @@ class Kernel:
         if what == "st":
             stored = ", ".join(self.operand(name, kind) for name in names)
             return f"store_{function}({address}, {{{{{stored}}}}});"
-        puts = [f"put({self.register(name)}, v.values[{i}]);" for i, name in enumerate(names)]
+        puts = [f"{self.target(name, kind)} = v.values[{i}];" for i, name in enumerate(names)]
         coherence = "_noncoherent" if cache == ".nc" else ""
         return f"{{ const auto v = load{coherence}_{function}({address}); {' '.join(puts)} }}"
 
@@ -293,10 +299,11 @@ class Kernel:
         results, *inputs = operands
         if "|" not in results or len(inputs) != 4:
             return None
-        value, valid = (self.register(name) for name in results.split("|"))
+        value, valid = results.split("|")
         values = ", ".join(self.operand(name, "u32") for name in inputs)
         call = f"const auto s = shuffle_{mode}({values});"
-        return f"{{ {call} put({value}, s.bits); {valid} = s.valid; }}"
+        puts = f"{self.target(value, 'u32')} = s.bits; {self.target(valid, 'pred')} = s.valid;"
+        return f"{{ {call} {puts} }}"
 
     def _halves(self, opcode: str, operands: list[str]) -> str | None:
         """Return the statement of a move between a register and two of half its width."""
@@ -306,15 +313,20 @@ class Kernel:
         whole, half, width = kinds[opcode]
         target, source = operands
         if target.startswith("{"):
-            low, high = (self.register(name) for name in list_of(target))
+            low, high = (self.target(name, half) for name in list_of(target))
             cxx = CXX_TYPES[half]
-            puts = f"put({low}, {cxx}(v)); put({high}, {cxx}(v >> {width}));"
+            puts = f"{low} = {cxx}(v); {high} = {cxx}(v >> {width});"
             return f"{{ const auto v = {self.operand(source, whole)}; {puts} }}"
         low, high = (self.operand(name, half) for name in list_of(source))
-        return f"put({self.register(target)}, {CXX_TYPES[whole]}({high}) << {width} | {low});"
+        return f"{self.target(target, whole)} = {CXX_TYPES[whole]}({high}) << {width} | {low};"
 
     def cxx(self, function: str) -> str:
         return "\n".join([f"void {function}(const unsigned char* parameters) {{", *self.lines, "}"])
+
+
+def member(kind: str) -> str:
+    """Return the name of a type in C++'s registers, where bits are unsigned numbers."""
+    return kind.replace("b", "u")
 
 
 def cxx_name(register: str) -> str:
@@ -402,6 +414,8 @@ def translate(text: str) -> str:
     return "\n\n".join(
         [
             '#include "instructions.h"\n#include "memory.h"\n#include "registry.h"',
+            # g++ takes twice the time to optimize a kernel; its calls are of the files above.
+            '#pragma GCC optimize("O0")',
             "namespace syncbn::emulation::ptx {\nnamespace {",
             *functions,
             "\n".join(registrations),

@@ -14,31 +14,36 @@
 
 namespace syncbn::emulation::ptx {
 
-// The lowest bits of a register as a T.
-template <typename T, typename Register>
-inline T as(Register bits) {
-  static_assert(sizeof(T) <= sizeof(Register));
-  if constexpr (std::is_floating_point_v<T>) {
-    static_assert(sizeof(T) == sizeof(Register));
-    T value;
-    std::memcpy(&value, &bits, sizeof(T));
-    return value;
-  } else {
-    return static_cast<T>(bits);
-  }
-}
+// A register holds bits, of which an instruction takes the lowest as its type. What nobody has
+// written is NaN of every type.
+union Register16 {
+  uint16_t u16 = -1;
+  int16_t s16;
+  uint8_t u8;
+  int8_t s8;
+};
 
-// A narrower number is extended, by its sign if its type has one.
-template <typename Register, typename T>
-inline void put(Register& to, T value) {
-  static_assert(sizeof(T) <= sizeof(Register));
-  if constexpr (std::is_floating_point_v<T>) {
-    static_assert(sizeof(T) == sizeof(Register));
-    std::memcpy(&to, &value, sizeof(T));
-  } else {
-    to = static_cast<Register>(value);
-  }
-}
+union Register32 {
+  uint32_t u32 = -1;
+  int32_t s32;
+  float f32;
+  uint16_t u16;
+  int16_t s16;
+  uint8_t u8;
+  int8_t s8;
+};
+
+union Register64 {
+  uint64_t u64 = -1;
+  int64_t s64;
+  double f64;
+  uint32_t u32;
+  int32_t s32;
+  uint16_t u16;
+  int16_t s16;
+  uint8_t u8;
+  int8_t s8;
+};
 
 template <typename T>
 inline void check_divisor(T divisor) {
