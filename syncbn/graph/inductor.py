@@ -7,6 +7,8 @@ reasons: they take inputs of any strides, so that the compiler may choose the la
 graph runs they know more than its tracer did, such as whether it runs as a recomputation.
 """
 
+import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from syncbn.distributed.sync import Pass
 from syncbn.ops import checks, epilogue, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
 
+PACKAGE = Path(__file__).parents[1]
 _NUM_ARGUMENTS = len(Arguments._fields)
 _FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -47,22 +50,12 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
         checks.check_momentum(arguments.momentum)
     if arguments.mask is not None:
         arguments = arguments._replace(mask=masks.as_positions(arguments.mask, input))
-    fitting = _fitting_tensors(input, arguments)
-    weight, bias, residual, mask = map(fitting.get, ("weight", "bias", "residual", "mask"))
     group_name = None if group is None else group.group_name
     identities: tuple[GraphInput | None, GraphInput | None] = (None, None)
     if not isinstance(layer, (Identity, str)):
         identities = layer._syncbn.graph_inputs
-    others: dict[str, Any] = dict.fromkeys(fitting)
-    rest = arguments._replace(**others)  # a graph takes a tensor once
-    output: Tensor = CompiledSyncBatchNormFunction.apply(
-        tensors.as_dense(input), weight, bias, mask, group_name, identities, *rest
-    )
-    if residual is not None:
-        output = output + (residual if mask is None else masks.clear(residual, mask))
-    if arguments.activation in epilogue.NUMBERS:
-        output = epilogue.activate(output, arguments.activation, arguments.negative_slope)
-    return output  # 0 at masked positions: each activation of 0 is 0
+    output: Tensor = _compiled_train(input, *arguments, group_name, *identities)
+    return output
 
 
 def _fitting_tensors(input: Tensor, arguments: Arguments) -> dict[str, Tensor]:
@@ -87,7 +80,7 @@ def _fitting_tensors(input: Tensor, arguments: Arguments) -> dict[str, Tensor]:
 
 
 class CompiledSyncBatchNormFunction(torch.autograd.Function):
-    """As :class:`syncbn.functional.SyncBatchNormFunction`, to be traced by torch.compile.
+    """As :class:`syncbn._autograd.SyncBatchNormFunction`, to be traced by AOTAutograd.
 
     Makes the same collectives. The layer's identity is an input of the graph: a graph that knew the
     name would not serve another layer.
@@ -100,15 +93,15 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         mask: Tensor | None,
+        arguments: Arguments,
         group_name: str | None,
-        identities: tuple[GraphInput | None, GraphInput | None],
-        *fields: Any,
+        identity: GraphInput | None,
+        of_backward: GraphInput | None,
     ) -> Tensor:
-        """Return the normalized input; ``fields`` are the other values of Arguments."""
-        identity, of_backward = identities
-        arguments = Arguments(*fields)
-        given: dict[str, Any] = {"weight": weight, "bias": bias, "mask": mask}
-        arguments = arguments._replace(**{n: t for n, t in given.items() if t is not None})
+        """Return the normalized input.
+
+        Weight, bias and mask are None, unlike in ``arguments``, if they do not fit into a graph.
+        """
         _, _, *running, momentum, eps = arguments.for_operators()
         if any(vector is not None and _is_expanded(vector) for vector in running[:2]):
             running = [None, None, None]  # compiled_stats refuses them; no graph could write them
@@ -175,7 +168,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             grad_input,
             None if weight is None else grad_weight,
             None if ctx.bias_dtype is None else grad_bias,
-            *(None,) * (3 + _NUM_ARGUMENTS),
+            *(None,) * 5,
         )
 
 
@@ -194,12 +187,55 @@ def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Te
 
 _library = torch.library.Library("syncbn", "FRAGMENT")
 
+_ARGUMENTS = (
+    "Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, "
+    "Tensor? num_batches_tracked, float? momentum, float eps, SymInt? num_features, "
+    "Tensor? residual, str? activation, float negative_slope, int[]? dims, Tensor? mask"
+)
+
+
+def _digest() -> str:
+    """Return a digest of the Python code that is compiled for a layer.
+
+    torch finds compiled code on disk by the names of a graph's operators: without the digest it
+    would take the code of another version of this package.
+    """
+    paths = [PACKAGE / "_compat.py", *PACKAGE.glob("ops/*.py"), *PACKAGE.glob("graph/*.py")]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()[:8]
+
+
+# Dynamo records a layer as this one operator: it took half of the time of a compilation to trace
+# those in it, which AOTAutograd compiles.
+_TRAIN = f"compiled_train.code_{_digest()}"
+_library.define(
+    f"{_TRAIN}(Tensor input, {_ARGUMENTS}, str? group_name, {GRAPH_INPUT_TYPE}? identity, "
+    f"{GRAPH_INPUT_TYPE}? of_backward) -> Tensor"
+)
+
+
+@torch.library.impl(_library, _TRAIN, "CompositeImplicitAutograd")
+def _(input: Tensor, *values: Any) -> Tensor:
+    arguments = Arguments(*values[:_NUM_ARGUMENTS])
+    fitting = _fitting_tensors(input, arguments)
+    weight, bias, residual, mask = map(fitting.get, ("weight", "bias", "residual", "mask"))
+    if residual is not None:
+        arguments = arguments._replace(residual=None)
+    output: Tensor = CompiledSyncBatchNormFunction.apply(
+        tensors.as_dense(input), weight, bias, mask, arguments, *values[_NUM_ARGUMENTS:]
+    )
+    if residual is not None:
+        output = output + (residual if mask is None else masks.clear(residual, mask))
+    if arguments.activation in epilogue.NUMBERS:
+        output = epilogue.activate(output, arguments.activation, arguments.negative_slope)
+    return output  # 0 at masked positions: each activation of 0 is 0
+
+
+_compiled_train = getattr(torch.ops.syncbn.compiled_train, _TRAIN.partition(".")[2])
+
 # All arguments of the layer, which are checked when the graph runs.
 _library.define(
-    "compiled_stats(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
-    "Tensor? running_var, Tensor? num_batches_tracked, float? momentum, float eps, "
-    "SymInt? num_features, Tensor? residual, str? activation, float negative_slope, int[]? dims, "
-    f"Tensor? mask, str? group_name, Tensor call, {GRAPH_INPUT_TYPE}? identity=None) -> Tensor",
+    f"compiled_stats(Tensor input, {_ARGUMENTS}, str? group_name, Tensor call, "
+    f"{GRAPH_INPUT_TYPE}? identity=None) -> Tensor",
     tags=(torch.Tag.flexible_layout,),
 )
 

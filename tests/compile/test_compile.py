@@ -65,6 +65,21 @@ def test_optional_parts(compiling_ranks):
     assert compiling_ranks.run(compare, frozen, "aot_eager", 6, [(4,)]) == [[1]] * 2
 
 
+def test_one_tensor_as_weight_and_bias():
+    """Its gradient is the sum of both."""
+    both = torch.full((3,), 1.5, requires_grad=True)
+
+    def normalize(x):
+        return sync_batch_norm(x, None, None, both, both, training=True)
+
+    x = make_input((4, 3, 5), "contiguous", torch.float64)
+    eager, fast = (
+        torch.autograd.grad(run(x).square().sum(), both)[0]
+        for run in (normalize, compiled(normalize, Backend("aot_eager")))
+    )
+    torch.testing.assert_close(fast, eager)  # float32; other products and sums are contracted
+
+
 @pytest.mark.works("torch.compile, a rank with an empty batch")
 def test_uneven_and_empty_batches(compiling_ranks):
     batches = [(4, 4), (2, 5), (3, 0), (0, 0), (6, 3)]
