@@ -5,7 +5,7 @@ OLDEST := VENV=.venv-oldest TORCH=2.11.0
 NEWEST := VENV=.venv-newest TORCH=2.15.0
 AGAIN := $(filter tests/layer/% tests/compile/%,$(MAIN_TESTS))
 BUILT := WHEEL="$$(echo dist/syncbn-*.whl)"
-.PHONY: all built oldest newest again
+.PHONY: all built torch oldest newest again
 all: oldest newest again
 
 # The wheel, and the environment of the tools.
@@ -16,13 +16,17 @@ built:
 	rm -rf build/again
 	.venv-oldest/bin/python -m build --sdist --no-isolation --outdir build/again
 
+# Meanwhile, for it is a download.
+torch:
+	$(MAKE) .venv-newest/torch-2.15.0.stamp $(NEWEST)
+
 oldest: built
 	$(MAKE) test-all standin docs $(OLDEST) $(BUILT)
 	.venv-oldest/bin/python tools/wheels.py check dist/syncbn-*.whl
 
 # The main tests of layers and graphs do not run twice. Each torch runs one of the two PTX that the wheel
 # has code of.
-newest: built
+newest: built torch
 	$(MAKE) test $(NEWEST) $(BUILT)
 	PYTEST_ADDOPTS="-m 'not any_torch' $(addprefix --ignore=,$(AGAIN))" SYNCBN_PTX_ARCH=75 \
 	    $(MAKE) test-compile standin-core test-layer test-frameworks $(NEWEST) $(BUILT)
@@ -32,7 +36,7 @@ newest: built
 # alone: the stand-in compiles the others with the newest torch. Not in this folder, whose build other
 # tests may import.
 again: built
-	SYNCBN_CUDA=0 \
+	SYNCBN_CUDA=0 CXX=$(CURDIR)/.ci/unoptimizing-c++ \
 	    .venv-oldest/bin/pip install --quiet --no-deps --target build/again/site build/again/*.tar.gz
 	PYTHONPATH=$(CURDIR)/build/again/site \
 	    .venv-oldest/bin/pytest tests/package/test_package.py tests/operators/test_ops.py
