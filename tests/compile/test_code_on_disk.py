@@ -1,5 +1,6 @@
 """Compiled code of the layer that torch keeps on disk for later processes."""
 
+import copy
 import shutil
 
 import torch
@@ -20,9 +21,10 @@ def step(layer):
 
 
 def test_code_is_found_again_and_computes_the_same():
+    layer = SyncBatchNorm(3)  # whose name and number are the same in the next run of a program
     with fresh_cache():
-        made, results = step(SyncBatchNorm(3))
-        found, results_again = step(SyncBatchNorm(3))
+        made, results = step(copy.deepcopy(layer))
+        found, results_again = step(layer)
     assert made["autograd_cache_saved"] == found["autograd_cache_hit"] == 1
     for a, b in zip(results, results_again, strict=True):
         assert torch.equal(a, b)
