@@ -200,7 +200,9 @@ def _digest() -> str:
     torch finds compiled code on disk by the names of a graph's operators: without the digest it
     would take the code of another version of this package.
     """
-    paths = [PACKAGE / "_compat.py", *PACKAGE.glob("ops/*.py"), *PACKAGE.glob("graph/*.py")]
+    paths = [
+        path for name in ("_compat", "ops/*", "graph/*") for path in PACKAGE.glob(f"{name}.py")
+    ]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(paths))).hexdigest()[:8]
 
 

@@ -6,7 +6,6 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "../float16.h"
@@ -14,8 +13,8 @@
 
 namespace syncbn::emulation::ptx {
 
-// A register holds bits, of which an instruction takes the lowest as its type. What nobody has
-// written is NaN of every type.
+// A register holds bits. An instruction reads the lowest ones as its type. A register that was not
+// written is NaN of each type.
 union Register16 {
   uint16_t u16 = -1;
   int16_t s16;
