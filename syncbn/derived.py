@@ -55,7 +55,8 @@ class _Derived(SyncBatchNorm):
         return super()._syncbn_forward(*arguments)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        make, arguments, *state = super().__reduce_ex__(protocol)  # type: ignore[misc]
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, *state = reduced
         if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
             return make, arguments, *state  # the user's class has its own way
         kept = ("derived", self._syncbn_original, self._syncbn_takes_activation)
