@@ -66,10 +66,10 @@ def swishes():
     return nn.Sequential(nn.Conv2d(3, 4, 3), Swish(4), Swish(4))
 
 
-def resnet18():
-    import torchvision
+def resnet10():
+    from torchvision.models.resnet import BasicBlock, ResNet
 
-    return torchvision.models.resnet18(num_classes=4)
+    return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=4)
 
 
 def resnet10t():
