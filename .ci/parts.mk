@@ -24,11 +24,10 @@ oldest: built
 	$(MAKE) test-all standin docs $(OLDEST) $(BUILT)
 	.venv-oldest/bin/python tools/wheels.py check dist/syncbn-*.whl
 
-# The main tests of layers and graphs do not run twice. Each torch runs one of the two PTX that the wheel
-# has code of.
+# The main tests of layers and graphs do not run twice.
 newest: built torch
 	$(MAKE) test $(NEWEST) $(BUILT)
-	PYTEST_ADDOPTS="-m 'not any_torch' $(addprefix --ignore=,$(AGAIN))" SYNCBN_PTX_ARCH=75 \
+	PYTEST_ADDOPTS="-m 'not any_torch' $(addprefix --ignore=,$(AGAIN))" \
 	    $(MAKE) test-compile standin-core test-layer test-frameworks $(NEWEST) $(BUILT)
 	.venv-newest/bin/mypy
 

@@ -1,5 +1,7 @@
 """Builds the stand-in for this Python's torch, in ``build/standin-VERSION/``.
 
+The kernels, in ``build/standin-kernels/``, serve every torch.
+
 ``libcudart.so.13``, ``libcuda.so.1`` and ``libnccl.so.2`` are preloaded: torch's libraries have an
 RPATH, so that LD_LIBRARY_PATH does not find ours first. ``packages/syncbn`` is the installed
 package with another library of CUDA operators: the same sources, linked with this runtime, because
@@ -7,6 +9,7 @@ the installed library has NVIDIA's inside. Functions that torch needs and the st
 generated: they write their name and fail.
 """
 
+import fcntl
 import os
 import re
 import subprocess
@@ -163,18 +166,21 @@ class Build:
             pairs = list(pool.map(one, sources))
         return [launch for launch, _ in pairs], [translated for _, translated in pairs]
 
-    def operators(self) -> Path:
-        """Link syncbn's CUDA operators: adapters, nvcc's launch code and the translated PTX."""
+    def kernels(self) -> list[Path]:
+        """Compile the kernels, in which no torch is: nvcc's launch code and the translated PTX."""
         launchers, translated = self.launchers()
         emulation = ["-std=c++17", *PTX_FLAGS, f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}"]
         objects = self.compile(translated, *emulation, "-w", "-g0")
         own = [EMULATION / "ptx" / "registry.cpp", STANDIN / "kernels" / "kernels.cpp"]
-        objects += self.compile(own, *emulation)
-        objects += self.unit(CUDA_SOURCES, "-std=c++20", "-DUSE_CUDA", *TORCH_HEADERS)
+        return [*objects, *self.compile(own, *emulation), *launchers]
+
+    def operators(self, kernels: list[Path]) -> Path:
+        """Link syncbn's CUDA operators: adapters and kernels."""
+        objects = [*self.unit(CUDA_SOURCES, "-std=c++20", "-DUSE_CUDA", *TORCH_HEADERS), *kernels]
         target = self.folder / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
         if not is_newer(target, objects):
             runtime = [f"-L{self.folder}", f"-l:{PRELOADED[0]}"]
-            run("g++", "-shared", *objects, *launchers, "-o", target, *TORCH_LIBRARIES, *runtime)
+            run("g++", "-shared", *objects, "-o", target, *TORCH_LIBRARIES, *runtime)
         return target
 
     def package(self, operators: Path) -> None:
@@ -215,6 +221,14 @@ def defined(objects: Iterable[Path]) -> set[str]:
     return set(re.findall(r" [TW] (\w+)", run("nm", *objects)))
 
 
+def build_kernels() -> list[Path]:
+    """Return the objects of the kernels, which the stand-ins of all torches share."""
+    made = Build(ROOT / "build" / "standin-kernels")
+    with (made.folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return made.kernels()
+
+
 def build() -> Path:
     """Build all targets that are not up to date, and return the folder."""
     made = Build(ROOT / "build" / f"standin-{torch.__version__}")
@@ -223,5 +237,5 @@ def build() -> Path:
     nccl = [f"-isystem{PACKAGES / 'nvidia' / 'nccl' / 'include'}", *CUDA_HEADERS]
     made.preloaded(PRELOADED[2], "nccl", r"nccl[A-Z]\w+", "", *nccl)
     made.aten()
-    made.package(made.operators())
+    made.package(made.operators(build_kernels()))
     return made.folder
