@@ -8,6 +8,9 @@ BUILT := WHEEL="$$(echo dist/syncbn-*.whl)"
 .PHONY: all built torch oldest newest again
 all: oldest newest again
 
+# pip compiles seven million lines of Python, of which the tests import a part.
+export PIP_NO_COMPILE := 1
+
 # The wheel, and the environment of the tools.
 built: export CPPFLAGS := -Werror
 built: export NVCC_APPEND_FLAGS := -Werror=all-warnings -Xcompiler=-Werror
