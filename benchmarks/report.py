@@ -15,7 +15,7 @@ NO_RESULTS = "`make bench` measures the machine it runs on and writes the result
 
 # Lines of the README's tables, in this order; the page has all.
 CASES = {
-    "ResNet-50 x32": "layers of ResNet-50, 32 images, host time",
+    "ResNet-50 x32": "layers of ResNet-50, 32 images, host-bound",
     "ResNet-50 x256": "layers of ResNet-50, 256 images",
     "memory": "larger than the caches",
     "sweep": "geometric mean over nets",
@@ -23,7 +23,9 @@ CASES = {
 }
 COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last")
 
-ABOVE_ALL = "Speed of a layer's forward and backward pass: 2.00x takes half the time."
+ABOVE_ALL = (
+    "A layer's forward and backward pass: 2.00x takes half the time; a blank cell was not measured."
+)
 OF_DEVICE = "Relative to {theirs}, on {device} {how}, {date}:"
 ABOVE = (
     "Speed of one layer's forward and backward pass on a {processor}, relative to {theirs}: 2.00x "
