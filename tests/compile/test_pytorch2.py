@@ -1,11 +1,13 @@
 """docs/pytorch2.md: the programs where PyTorch stands in the way do what is written under them."""
 
 import re
-import subprocess
-import sys
+import runpy
+import warnings
 
 import pytest
+import torch.distributed as dist
 from support.paths import ROOT
+from support.ranks import Failure, Ranks
 
 DOCUMENT = ROOT / "docs" / "pytorch2.md"
 PROGRAM = re.compile(r"^### (.*)\n(?:(?!^#).*\n)*?```python\n((?:.*\n)*?)```", re.MULTILINE)
@@ -16,18 +18,24 @@ def test_every_program_is_run_below():
     assert len(PROGRAMS) == DOCUMENT.read_text().count("```python")
 
 
+def run(rank, world_size, path):
+    dist.destroy_process_group()
+    warnings.resetwarnings()
+    runpy.run_path(path, run_name="__main__")
+
+
 @pytest.mark.parametrize("heading", PROGRAMS)
 def test_program_ends_as_it_says(tmp_path, heading):
-    """As printed, in a process of its own, which has nothing that the reader has not."""
-    (tmp_path / "program.py").write_text(PROGRAMS[heading])
-    result = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240
-    )
+    """As printed, in a process of its own, which has only imported torch and syncbn."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAMS[heading])
+    with Ranks(1, case_seconds=240) as ranks:
+        (outcome,) = ranks.outcomes(run, str(program))
     last_line = PROGRAMS[heading].splitlines()[-1]
     if not last_line.startswith("# "):
-        assert result.returncode == 0, result.stderr
+        assert not isinstance(outcome, Failure), outcome.text
         return
-    assert result.returncode == 1
-    # Python puts the module before some classes, and torch the rank before every line.
-    ending = rf"^(\[rank0\]: )?([\w.]+\.)?{re.escape(last_line[2:])}"
-    assert re.search(ending, result.stderr, re.MULTILINE), result.stderr
+    assert isinstance(outcome, Failure)
+    # Python puts the module before some classes.
+    ending = rf"^([\w.]+\.)?{re.escape(last_line[2:])}"
+    assert re.search(ending, outcome.text, re.MULTILINE), outcome.text
