@@ -8,8 +8,9 @@ BUILT := WHEEL="$$(echo dist/syncbn-*.whl)"
 .PHONY: all built torch oldest newest again
 all: oldest newest again
 
-# pip compiles seven million lines of Python, of which the tests import a part.
-export PIP_NO_COMPILE := 1
+# pip would compile seven million lines of Python, of which the tests import a part. The variable is
+# the value of the option that --no-compile turns off.
+export PIP_NO_COMPILE := 0
 
 # The wheel, and the environment of the tools.
 built: export CPPFLAGS := -Werror
