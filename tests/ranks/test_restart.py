@@ -1,10 +1,13 @@
 """A rank that dies under torchrun, which starts all ranks again."""
 
 import os
+import runpy
 import subprocess
 import sys
 
 import torch
+import torch.distributed as dist
+from support.ranks import Ranks
 
 PROGRAM = """
 import os, signal, sys
@@ -47,24 +50,33 @@ dist.destroy_process_group()
 """
 
 
-def weights_after(folder, *arguments):
-    folder.mkdir()
-    program = folder / "train.py"
-    program.write_text(PROGRAM)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    torchrun += ["--nproc-per-node=2", "--max-restarts=1", str(program), str(folder), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    result = subprocess.run(torchrun, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    steps, model, _ = torch.load(folder / "checkpoint")
-    assert steps == 6
-    return model
+def train(rank, world_size, program, folder):
+    """Do as torchrun does, without a death."""
+    dist.barrier()  # a rank that is still connecting would find its connections closed
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), TORCHELASTIC_RESTART_COUNT="0")
+    sys.argv = [program, folder]
+    runpy.run_path(program, run_name="__main__")
 
 
 def test_restart_from_a_checkpoint_ends_with_the_same_weights(tmp_path):
-    undisturbed = weights_after(tmp_path / "undisturbed")
-    disturbed = weights_after(tmp_path / "disturbed", "with a death")
-    assert (tmp_path / "disturbed" / "has died").exists()
-    assert undisturbed.keys() == disturbed.keys()
-    for name, weight in undisturbed.items():
-        assert torch.equal(weight, disturbed[name]), name
+    program, undisturbed, disturbed = (
+        tmp_path / name for name in ("train.py", "undisturbed", "disturbed")
+    )
+    program.write_text(PROGRAM)
+    undisturbed.mkdir()
+    disturbed.mkdir()
+    with Ranks(2) as ranks:
+        ranks.run(train, str(program), str(undisturbed))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    torchrun += ["--nproc-per-node=2", "--max-restarts=1", program, disturbed, "with a death"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    result = subprocess.run(torchrun, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert (disturbed / "has died").exists()
+    steps, weights, _ = torch.load(disturbed / "checkpoint")
+    expected_steps, expected, _ = torch.load(undisturbed / "checkpoint")
+    assert steps == expected_steps == 6
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert torch.equal(weights[name], weight), name
