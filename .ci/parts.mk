@@ -8,9 +8,10 @@ BUILT := WHEEL="$$(echo dist/syncbn-*.whl)"
 .PHONY: all built torch oldest newest again
 all: oldest newest again
 
-# pip would compile seven million lines of Python, of which the tests import a part. The variable is
-# the value of the option that --no-compile turns off.
+# pip would compile seven million lines of Python, of which the tests import a part: their processes
+# compile that once. The value of pip's variable is that of the option which --no-compile turns off.
 export PIP_NO_COMPILE := 0
+unexport PYTHONDONTWRITEBYTECODE
 
 # The wheel, and the environment of the tools.
 built: export CPPFLAGS := -Werror
