@@ -53,7 +53,8 @@ def python_of(wheel: Path) -> str:
 
 def missing_files(wheel: Path) -> list[str]:
     """Return the package's files that the wheel lacks."""
-    expected = {path.relative_to(ROOT).as_posix() for path in (ROOT / "syncbn").rglob("*.py*")}
+    sources = [path for path in (ROOT / "syncbn").rglob("*.py*") if path.suffix != ".pyc"]
+    expected = {path.relative_to(ROOT).as_posix() for path in sources}
     expected |= {"syncbn/py.typed", f"syncbn/_C.{python_of(wheel)}-x86_64-linux-gnu.so"}
     return sorted(expected - set(zipfile.ZipFile(wheel).namelist()))
 
