@@ -218,7 +218,7 @@ def test_rank_that_does_not_come_fails_the_others_at_the_groups_timeout():
 def interrupt_before_the_sum(rank, world_size):
     store = dist.group.WORLD.get_group_store()
     if rank == 0:
-        store.wait(["interrupted"])
+        store.wait(["interrupted"], timedelta(seconds=60))  # less than the collective's
         return
     with (
         mock.patch.object(tensors, "as_dense", side_effect=KeyboardInterrupt),
@@ -229,7 +229,7 @@ def interrupt_before_the_sum(rank, world_size):
 
 
 def test_interrupt_does_not_wait_for_other_ranks():
-    with Ranks(2) as ranks:
+    with Ranks(2, case_seconds=100, collective_seconds=90) as ranks:
         ranks.run(interrupt_before_the_sum)
 
 
