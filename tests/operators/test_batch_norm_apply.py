@@ -67,15 +67,17 @@ def test_variance_that_ranks_round_below_zero_is_zero():
     assert buffers[1].item() == 0.0
 
 
+@pytest.mark.parametrize("shape", [(4, 3, 5), (3, 3), (2, 3)])  # the fewest values are special
 @pytest.mark.parametrize("buffer_dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_running_statistics_move_toward_mean_and_unbiased_variance(buffer_dtype):
-    x = make_input((4, 3, 5), "contiguous", torch.bfloat16)
+def test_running_statistics_move_toward_mean_and_unbiased_variance(buffer_dtype, shape):
+    x = make_input(shape, "contiguous", torch.bfloat16)
+    count = x.numel() // 3
     mean = torch.tensor([1.0, -1.0, 0.5], dtype=buffer_dtype)
     var = torch.tensor([2.0, 1.0, 0.5], dtype=buffer_dtype)
     tracked = torch.tensor(7)
     expected_mean, expected_var = reference_moments(x)
     expected_mean = 0.7 * mean.double() + 0.3 * expected_mean
-    expected_var = 0.7 * var.double() + 0.3 * expected_var * 20 / 19
+    expected_var = 0.7 * var.double() + 0.3 * expected_var * count / (count - 1)
     apply(x, mean=mean, var=var, tracked=tracked, momentum=0.3)
     eps = max(torch.finfo(buffer_dtype).eps, 1e-6)  # the buffer's rounding, the statistics' own
     torch.testing.assert_close(mean.double(), expected_mean, rtol=eps, atol=1e-7)
