@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from glob import glob
 from pathlib import Path
 
@@ -43,6 +44,9 @@ check_version(
     "70.1",
     "Upgrade it: pip install --upgrade setuptools; or leave out --no-build-isolation",
 )
+
+# pip shows the warnings of a build. Torch says this one where NumPy is not installed.
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
 from torch.utils import cpp_extension
