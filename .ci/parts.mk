@@ -9,7 +9,7 @@ BUILT := WHEEL="$$(echo dist/syncbn-*.whl)"
 all: oldest newest again
 
 # pip would compile seven million lines of Python, of which the tests import a part: their processes
-# compile that once. The value of pip's variable is that of the option which --no-compile turns off.
+# compile that once. PIP_NO_COMPILE is the value of pip's option to compile, so 0 turns it off.
 export PIP_NO_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
