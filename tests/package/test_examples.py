@@ -146,7 +146,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def test_resnet18_that_goes_on_is_the_one_that_was_not_interrupted(tmp_path, monkeypatch):
-    # tests/compile compiles this net; Inductor takes minutes for it.
+    # tests/compile compiles a smaller net; Inductor takes minutes for this one.
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     small = ["--images=32", "--image-size=32", "--batch-size=8", "--workers=0", "--epochs=2"]
