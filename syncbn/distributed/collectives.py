@@ -128,8 +128,11 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
         TypeError: ``process_group`` is not a group.
         ValueError: This rank is not a member of the group.
     """
+    if not _AVAILABLE:
+        return None
     # An explicit group works without a default group.
-    if not _AVAILABLE or (process_group is None and not dist.is_initialized()):
+    if process_group is None and not dist.is_initialized():
+        _ = dist.group.WORLD  # Dynamo guards on it, and takes is_initialized() for a constant
         return None
     group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(group, ProcessGroup):
@@ -140,7 +143,10 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
                 "torch.distributed.new_group, or the mesh, has no group for it. Give each rank a "
                 "group that it is in, or do not run this layer on it in training mode"
             )
-    return group if group is not None and group.size() > 1 else None
+    if group is None or group.size() > 1:
+        return group
+    # Dynamo guards on a name that a branch depends on; on torch 2.15 it does not on size().
+    return None if name_of(group) else None  # noqa: RUF034
 
 
 def is_member(process_group: ProcessGroup | None) -> bool:
