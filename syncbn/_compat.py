@@ -5,29 +5,25 @@
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._library import opaque_object as _opaque
 from torch._subclasses import FakeTensor as FakeTensor
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.sym_node import DynamicInt as DynamicInt  # an input of graphs
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    OpaqueBase = object
-else:
-    try:
-        from torch._custom_class_base import CustomClassBase as OpaqueBase
-    except ImportError:  # before torch 2.15
-        OpaqueBase = object
-
 # Under our names.
-__all__ = ["BatchNormBase", "FakeTensor", "OpaqueBase", "without_dispatch_modes"]
+__all__ = ["BatchNormBase", "DynamicInt", "FakeTensor", "without_dispatch_modes"]
 
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -93,17 +89,27 @@ def constant_in_graphs(function: FunctionT) -> FunctionT:
     return function
 
 
-def register_opaque(cls: type[OpaqueBase]) -> str | None:
-    """Have operators take objects of the class; return the type's name in their schemas.
+def tracer_of_graph() -> Any:
+    """Return the tracer that records operators now, such as AOTAutograd's; None without one."""
+    mode = get_proxy_mode()
+    return None if mode is None else mode.tracer
 
-    In a compiled graph such an object is an input that no compiler looks into. None on torch
-    before 2.15, where an object that backward passes need fails under DistributedDataParallel.
+
+@contextlib.contextmanager
+def saved_in_graphs() -> Iterator[None]:
+    """Have partitions of a graph save what is recorded here, and not compute it again.
+
+    Inside of an activation checkpoint, the checkpoint decides.
     """
-    if not hasattr(_opaque, "register_custom_class"):
-        return None
-    _opaque.register_custom_class(cls, typ="symbolic")
-    name: str = _opaque.get_opaque_type_name(cls)
-    return name
+    meta = fx_traceback.get_current_meta()
+    is_decided = "recompute" in meta
+    if not is_decided:
+        meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    try:
+        yield
+    finally:
+        if not is_decided:
+            del meta["recompute"]
 
 
 def uncompiled(function: FunctionT, reason: str | None = None) -> FunctionT:

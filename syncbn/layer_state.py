@@ -22,9 +22,8 @@ class LayerState:
     def __init__(self, name: str = "", frozen: dict[str, bool] | None = None) -> None:
         # The layer's name in its model, from conversion; empty if unknown.
         self.identity = Identity(name)
-        # The same for compiled graphs, which would be compiled again for each name: for the forward
-        # and for the backward pass.
-        self.graph_inputs = self.identity.as_inputs()
+        # The same for compiled graphs, which would be compiled again for each name.
+        self.graph_input = self.identity.as_input()
         # From freeze_statistics: the mode and the flags requires_grad that unfreezing restores.
         self.frozen = frozen
         # The ranks that share a batch; None is all of them.
@@ -46,7 +45,7 @@ class LayerState:
     def with_name(self, name: str) -> "LayerState":
         """Return a copy of another name."""
         identity = Identity(name)
-        return self.replaced(identity=identity, graph_inputs=identity.as_inputs())
+        return self.replaced(identity=identity, graph_input=identity.as_input())
 
     def with_group(self, group: ProcessGroup | None) -> "LayerState":
         """Return a copy of another group."""

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from typing import ClassVar, Protocol
 from weakref import WeakValueDictionary
 
-import torch
-from torch import Tensor
-
 from syncbn import _compat
+
+_NUMBER_BITS = 29
 
 
 class Identity:
@@ -19,8 +18,8 @@ class Identity:
 
     # The keys of the next layers.
     new_keys: ClassVar[Iterator[int]] = itertools.count(1)
-    # The identities that were made into tensors, by key. Weak: a layer holds its identity, and so
-    # do a group's records of its passes.
+    # The identities that were made inputs of graphs, by key. Weak: a layer holds its identity, and
+    # so do a group's records of its passes.
     by_key: ClassVar[WeakValueDictionary[int, "Identity"]] = WeakValueDictionary()
 
     def __init__(self, name: str, key: int | None = None) -> None:
@@ -29,42 +28,20 @@ class Identity:
         # This process's own number of the layer, which copies share.
         self.key = next(Identity.new_keys) if key is None else key
         # A number of 29 bits for the name, the same on all ranks.
-        self.number = _number(name)
+        self.number = digest(name) if name else 0
 
     def __str__(self) -> str:
         return f"layer {self.name!r}" if self.name else "a layer"
 
-    def as_inputs(self) -> "tuple[GraphInput, GraphInput]":
-        """Return two inputs of :func:`identity_from`, so that layers can share a compiled graph.
-
-        The second is for the backward pass: a CUDA graph of Inductor can use such an input or pass
-        it on, but not both.
-        """
-        if _TYPE is not None:
-            return SealedIdentity(self), SealedIdentity(self)
+    def as_input(self) -> int:
+        """Return an input of graphs for :func:`identity_from`, so that layers can share one."""
         Identity.by_key[self.key] = self
-        with torch.inference_mode(False):  # autograd saves it
-            numbers = torch.tensor([self.key, self.number], device="cpu")
-            return numbers, numbers.clone()
-
-
-class SealedIdentity(_compat.OpaqueBase):
-    """An identity into which compilers do not look, unlike into one that eager code takes."""
-
-    def __init__(self, identity: Identity) -> None:
-        self.identity = identity
-
-
-# An identity where operators of compiled graphs take it, and its type in their schemas. From torch
-# 2.15 on, Inductor keeps an operator that takes tensors of the CPU and of CUDA out of CUDA graphs.
-GraphInput = SealedIdentity | Tensor
-_TYPE = _compat.register_opaque(SealedIdentity)
-GRAPH_INPUT_TYPE = _TYPE or "Tensor"
+        return _compat.DynamicInt(self.key << _NUMBER_BITS | self.number)
 
 
 class _State(Protocol):
     identity: Identity
-    graph_inputs: tuple[GraphInput, GraphInput]
+    graph_input: int
 
 
 class _Identified(Protocol):
@@ -89,28 +66,29 @@ def identity_named(name: str) -> Identity:
 
     Its key is negative, and the same in each call.
     """
-    return Identity(name, -_number(name)) if name else ANONYMOUS
+    return Identity(name, -digest(name)) if name else ANONYMOUS
 
 
-def identity_from(given: GraphInput | None = None) -> Identity:
-    """Return the identity that was made an input of a graph; :data:`ANONYMOUS` for None."""
-    if given is None:
+def identity_from(given: int) -> Identity:
+    """Return the identity that was made an input of a graph; :data:`ANONYMOUS` for 0."""
+    if given == 0:
         return ANONYMOUS
-    if isinstance(given, SealedIdentity):
-        return given.identity
-    key, number = given.tolist()
+    key = given >> _NUMBER_BITS
     identity = Identity.by_key.get(key)
     if identity is None:  # the layer was deleted before the backward pass of its graph
         identity = Identity("", key)
-        identity.number = number
+        identity.number = given & ((1 << _NUMBER_BITS) - 1)
     return identity
 
 
-def _number(name: str) -> int:
-    if not name:
-        return 0
-    digest = hashlib.blake2b(name.encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "little") % (2**29 - 1) + 1
+def digest(*parts: object) -> int:
+    """Return a number of 29 bits, at least 1, for these parts: the same on all ranks.
+
+    Sums of such numbers over millions of ranks are exact in float64.
+    """
+    text = " ".join(map(str, parts)).encode(errors="surrogatepass")
+    hashed = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+    return hashed % ((1 << _NUMBER_BITS) - 1) + 1
 
 
 # The identity for calls of the function, and for a layer without a name under a tracer.

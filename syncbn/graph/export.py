@@ -6,12 +6,13 @@ The user of such a graph may differentiate it, so every operator in it needs a f
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn import _autograd, _compat, ops
 from syncbn.distributed import collectives, errors, sync
 from syncbn.distributed.collectives import ProcessGroup
-from syncbn.distributed.layer_id import Identity, identity_named
+from syncbn.distributed.layer_id import ANONYMOUS, Identity, identity_named
 from syncbn.distributed.sync import Pass
 from syncbn.ops import aten, checks, epilogue, masks, tensors
 from syncbn.ops.arguments import Arguments
@@ -45,17 +46,32 @@ def train(
         raise errors.with_layer_and_rank(ValueError(words), layer, group)
     group_name = None if group is None else group.group_name
     weight, bias, *running, momentum, eps = arguments.for_operators()
+    switch = _train_eval_switch() if _compat.is_exporting() else None
     output: Tensor
     output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
-        input, weight, bias, eps, group_name, layer.name, mask
+        input, weight, bias, *running[:2], eps, group_name, layer.name, mask, switch
     )
-    torch.ops.syncbn.compiled_update.default(
-        totals.detach(), *running, momentum, eps, input.dtype, None
-    )
+    torch.ops.syncbn.exported_update.default(totals.detach(), *running, momentum, switch)
     if mask is not None and arguments.residual is not None:
         arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
     output = epilogue.apply_epilogue(output, arguments)
     return output if mask is None else masks.clear(output, mask)
+
+
+def _train_eval_switch() -> Tensor:
+    """Return a tensor whose value is 1 where a tool has switched the graph to evaluation.
+
+    Such a tool, as torchao's ``move_exported_model_to_eval``, rewrites the calls of torch's batch
+    norm and dropout that it finds in the graph. It does not know our operators. In training this
+    dropout is 0; after a way there and back, with the tool's own probability, 0 or 2.
+    """
+    return F.dropout(torch.ones(1, device="cpu"), p=1.0, training=True)
+
+
+def _evaluates(switch: Tensor | None) -> bool:
+    if switch is None or isinstance(switch, _compat.FakeTensor):
+        return False
+    return switch.item() == 1
 
 
 def _copy(tensor: Tensor | None) -> Tensor | None:
@@ -64,8 +80,9 @@ def _copy(tensor: Tensor | None) -> Tensor | None:
 
 _library = torch.library.Library("syncbn", "FRAGMENT")
 _library.define(
-    "exported_batch_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, str? group_name, "
-    "str layer_name='', Tensor? mask=None)"
+    "exported_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? running_mean, "
+    "Tensor? running_var, float eps, str? group_name, str layer_name, Tensor? mask, "
+    "Tensor? switch)"
     " -> (Tensor output, Tensor totals, Tensor mean, Tensor invstd, Tensor count)"
 )
 
@@ -75,34 +92,33 @@ def _(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
     eps: float,
     group_name: str | None,
-    layer_name: str = "",
-    mask: Tensor | None = None,
+    layer_name: str,
+    mask: Tensor | None,
+    switch: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    layer = identity_named(layer_name)
-    group = sync.group_named(group_name, layer)
+    dense = tensors.as_dense(input)
+    arguments = Arguments(weight, bias, None, None, None, 0.0, eps, mask=mask)
+    layer, evaluates = identity_named(layer_name), _evaluates(switch)
+    group = None if evaluates else sync.group_named(group_name, layer)
     step = Pass(group, layer, _compat.forward_direction(), input)
     with step:
-        dense = tensors.as_dense(input)
-        arguments = Arguments(weight, bias, None, None, None, 0.0, eps, mask=mask)
         totals = ops.batch_norm_stats(dense, step.tail, *arguments.for_checks(), mask=mask)
     totals = step.all_reduce(totals)
+    if evaluates and running_mean is not None and running_var is not None:
+        # A batch of two values whose mean and variance they are.
+        mean, var = running_mean.double(), running_var.double()
+        totals = 2 * torch.cat([mean, var + mean.square(), torch.ones_like(mean[:1])])
     output, *statistics = _autograd.normalize(dense, totals, arguments, step)
     mean, invstd, count = statistics
     return output, totals[: 2 * input.size(1) + 1], mean, invstd, count
 
 
 @torch.library.register_fake("syncbn::exported_batch_norm")
-def _(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    group_name: str | None,
-    layer_name: str = "",
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     channels = input.size(1)
     output = torch.empty_like(tensors.as_dense(input))
     totals = input.new_empty(2 * channels + 1, dtype=torch.float64)
@@ -110,18 +126,66 @@ def _(
     return output, totals, mean, invstd, totals.new_empty(1)
 
 
+# Updates the running statistics by the sums that exported_batch_norm returns.
+_library.define(
+    "exported_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+    "Tensor(c!)? num_batches_tracked, float? momentum, Tensor? switch) -> ()"
+)
+
+
+@torch.library.impl(_library, "exported_update", "CompositeExplicitAutograd")
+def _(
+    totals: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    switch: Tensor | None,
+) -> None:
+    if _evaluates(switch):
+        return
+    step = Pass(None, ANONYMOUS, _compat.forward_direction())
+    arguments = Arguments(
+        None, None, running_mean, running_var, num_batches_tracked, momentum, eps=1.0
+    )
+    no_input = totals.new_empty((0, totals.size(0) // 2))
+    _autograd.normalize(no_input, totals, arguments, step)
+
+
+@torch.library.register_fake("syncbn::exported_update")
+def _(*_: Any) -> None:
+    pass
+
+
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    input, weight, bias, ctx.eps, ctx.group_name, ctx.layer_name, mask = inputs
+    input, weight, bias, _, _, ctx.eps, ctx.group_name, ctx.layer_name, mask, switch = inputs
     _, _, *statistics = output
     ctx.save_for_backward(input, weight, *statistics, mask)
     ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.has_residual = False
+    ctx.has_residual, ctx.evaluates = False, _evaluates(switch)
 
 
 def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    if ctx.evaluates:
+        return *_backward_of_evaluation(ctx, grad_output), *(None,) * 7
     layer = identity_named(ctx.layer_name)
     step = Pass(sync.group_named(ctx.group_name, layer), layer, "backward")
-    return *_autograd.backward(ctx, grad_output, step)[:3], None, None, None, None
+    return *_autograd.backward(ctx, grad_output, step)[:3], *(None,) * 7
+
+
+def _backward_of_evaluation(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of input, weight and bias, whose statistics are constants."""
+    input, weight, mean, invstd, _, mask = ctx.saved_tensors
+    dims = [d for d in range(input.dim()) if d != 1]
+    dy = grad_output.double() if mask is None else masks.clear(grad_output, mask).double()
+    mean, invstd = tensors.per_channel(mean, input), tensors.per_channel(invstd, input)
+    scale = invstd if weight is None else invstd * tensors.per_channel(weight, input)
+    grad_weight = grad_bias = None
+    if weight is not None:
+        grad_weight = (dy * (input - mean) * invstd).sum(dims).to(weight.dtype)
+    if ctx.bias_dtype is not None:
+        grad_bias = dy.sum(dims).to(ctx.bias_dtype)
+    return (dy * scale).to(input.dtype), grad_weight, grad_bias
 
 
 torch.library.register_autograd("syncbn::exported_batch_norm", _backward, setup_context=_save)

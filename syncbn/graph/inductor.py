@@ -1,29 +1,25 @@
 """The layer in training inside a compiled graph, where the compiler can fuse it.
 
-Sums over the batch and the update of the running statistics stay operators. The element-wise halves
-are plain tensor expressions, which Inductor fuses with the residual and the activation behind them;
-their formulas stand in csrc/common/formulas.h. The operators here are written in Python for two
-reasons: they take inputs of any strides, so that the compiler may choose the layout, and when the
-graph runs they know more than its tracer did, such as whether it runs as a recomputation.
+The sums of a pass and their collective are one operator, the update of the running statistics is
+another. The element-wise halves are plain tensor expressions, which Inductor fuses with the
+residual and the activation behind them; their formulas stand in csrc/common/formulas.h. The
+operators here are written in Python for two reasons: they take inputs of any strides, so that the
+compiler may choose the layout, and when the graph runs they know more than its tracer did, such as
+whether it runs as a recomputation.
 """
 
 import hashlib
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from syncbn import _autograd, _compat, ops
-from syncbn.distributed import collectives, protocol, sync
+from syncbn.distributed import protocol, sync
 from syncbn.distributed.collectives import ProcessGroup
-from syncbn.distributed.layer_id import (
-    GRAPH_INPUT_TYPE,
-    GraphInput,
-    Identity,
-    Layer,
-    identity_from,
-)
+from syncbn.distributed.layer_id import Identity, Layer, identity_from
 from syncbn.distributed.sync import Pass
 from syncbn.ops import checks, epilogue, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
@@ -43,7 +39,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     checks.check_no_transform()
     checks.check_local(input)
     checks.check_objects(input, arguments)
-    # The value of a float may be variable; compiled_stats checks it.
+    # The value of a float may be variable; compiled_forward checks it.
     if type(arguments.eps) is not float:
         checks.check_eps(arguments.eps)
     if type(arguments.momentum) is not float and arguments.momentum is not None:
@@ -51,17 +47,16 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     if arguments.mask is not None:
         arguments = arguments._replace(mask=masks.as_positions(arguments.mask, input))
     group_name = None if group is None else group.group_name
-    identities: tuple[GraphInput | None, GraphInput | None] = (None, None)
-    if not isinstance(layer, (Identity, str)):
-        identities = layer._syncbn.graph_inputs
-    output: Tensor = _compiled_train(input, *arguments, group_name, *identities)
+    is_named = isinstance(layer, (Identity, str))
+    identity = 0 if is_named else layer._syncbn.graph_input  # type: ignore[union-attr]
+    output: Tensor = _compiled_train(input, *arguments, group_name, identity)
     return output
 
 
 def _fitting_tensors(input: Tensor, arguments: Arguments) -> dict[str, Tensor]:
     """Return the tensors that a graph can be traced with, by name.
 
-    For the others compiled_stats raises the error of an eager layer when the graph runs.
+    For the others compiled_forward raises the error of an eager layer when the graph runs.
     """
     vector = tuple(input.shape[1:2]) or (1,)
     shapes = {
@@ -95,30 +90,26 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         mask: Tensor | None,
         arguments: Arguments,
         group_name: str | None,
-        identity: GraphInput | None,
-        of_backward: GraphInput | None,
+        identity: int,
     ) -> Tensor:
         """Return the normalized input.
 
         Weight, bias and mask are None, unlike in ``arguments``, if they do not fit into a graph.
         """
-        _, _, *running, momentum, eps = arguments.for_operators()
-        if any(vector is not None and _is_expanded(vector) for vector in running[:2]):
-            running = [None, None, None]  # compiled_stats refuses them; no graph could write them
-        # A new tensor for each call. Otherwise the compiler would merge calls with equal arguments,
-        # such as two layers on one input, and ranks that run uncompiled would wait for the second.
-        # On the input's device: Inductor keeps operators on two devices out of CUDA graphs.
-        call = torch.empty(0, device=input.device)
-        totals: Tensor = torch.ops.syncbn.compiled_stats.default(
-            input, *arguments, group_name, call, identity
-        )
-        if group_name is not None:
-            totals = _compat.all_reduce(totals, group_name)
-        mean, invstd, count = torch.ops.syncbn.compiled_update.default(
-            totals, *running, momentum, eps, input.dtype, group_name, identity
-        )
-        if group_name is not None:
-            count = _compat.wait(count)  # compilers keep this operator, and so the ones before it
+        # A partition that computed the sums again would make another collective.
+        with _compat.saved_in_graphs():
+            mean, invstd, count, totals = _in_order(
+                torch.ops.syncbn.compiled_forward.default,
+                group_name,
+                *(input, *_to_be_checked(input, arguments), identity),
+            )
+        running = [None if v is None or _is_expanded(v) else v for v in arguments[2:5]]
+        if running != [None, None, None]:
+            torch.ops.syncbn.compiled_update.default(
+                totals, *running, arguments.for_operators()[5], identity, group_name
+            )
+        elif group_name is not None:
+            count = _compat.wait(count)  # compilers keep this operator, and so the one before it
         dtype = tensors.compute_dtype(input)
         rounded_mean = tensors.cast(mean, dtype)
         scale, shift = formulas.normalize_constants(mean, rounded_mean, invstd, weight, bias)
@@ -128,29 +119,25 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             output = masks.clear(output, mask)
         ctx.save_for_backward(input, weight, mean, invstd, count, mask)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.group_name, ctx.identity = group_name, of_backward
+        ctx.group_name, ctx.identity = group_name, identity
         return tensors.cast(output, input.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight and bias."""
         input, weight, mean, invstd, count, mask = ctx.saved_tensors
-        group_name, identity = ctx.group_name, ctx.identity
-        sums, grad_weight, grad_bias = torch.ops.syncbn.compiled_backward_reduce.default(
+        sums, grad_weight, grad_bias = _in_order(
+            torch.ops.syncbn.compiled_backward.default,
+            ctx.group_name,
             grad_output,
             input,
             mean,
             invstd,
             torch.float64 if weight is None else weight.dtype,
             ctx.bias_dtype or torch.float64,
-            group_name,
-            identity,
             mask,
+            ctx.identity,
         )
-        if group_name is not None:
-            sums = _compat.all_reduce(sums, group_name)
-            sums = torch.ops.syncbn.compiled_wait.default(sums, group_name, identity)
-            sums = _compat.wait(sums)[: 2 * mean.size(0)]
         grad_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
             dtype = tensors.compute_dtype(input)
@@ -168,8 +155,43 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             grad_input,
             None if weight is None else grad_weight,
             None if ctx.bias_dtype is None else grad_bias,
-            *(None,) * 5,
+            *(None,) * 4,
         )
+
+
+# By tracer, a result of the last operator that it has traced.
+_last_results: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
+
+
+def _in_order(operator: Any, group_name: str | None, *operands: Any) -> Any:
+    """Trace an operator that makes a collective behind the one before it, which it depends on.
+
+    A compiler then moves no collective past another, and merges no calls of equal arguments, such
+    as a layer twice on one input: ranks that run uncompiled would wait for the second.
+    """
+    tracer = None if group_name is None else _compat.tracer_of_graph()
+    if tracer is None:
+        return operator(*operands, group_name, None)
+    results = operator(*operands, group_name, _last_results.get(tracer))
+    _last_results[tracer] = results[-1]
+    return results
+
+
+def _to_be_checked(input: Tensor, arguments: Arguments) -> Arguments:
+    """Return the arguments without running statistics, where those need no check.
+
+    A graph that needs them for its sums could not compute those again after their update.
+    """
+    vector, alike = input.shape[1:2], {input.dtype, torch.float32, torch.float64}
+    _, _, running_mean, running_var, counter, *_ = arguments
+    fit = (running_mean is None) == (running_var is None)
+    for v in (running_mean, running_var):
+        if v is not None:
+            fit &= v.shape == vector and v.dtype in alike and not _is_expanded(v)
+    if counter is not None:
+        fit &= counter.shape == () and counter.dtype == torch.int64
+    fit &= all(v is None or v.device == input.device for v in arguments[2:5])
+    return arguments.without_running() if fit else arguments
 
 
 def _is_expanded(vector: Tensor) -> bool:
@@ -209,10 +231,7 @@ def _digest() -> str:
 # Dynamo records a layer as this one operator: it took half of the time of a compilation to trace
 # those in it, which AOTAutograd compiles.
 _TRAIN = f"compiled_train.code_{_digest()}"
-_library.define(
-    f"{_TRAIN}(Tensor input, {_ARGUMENTS}, str? group_name, {GRAPH_INPUT_TYPE}? identity, "
-    f"{GRAPH_INPUT_TYPE}? of_backward) -> Tensor"
-)
+_library.define(f"{_TRAIN}(Tensor input, {_ARGUMENTS}, str? group_name, SymInt identity) -> Tensor")
 
 
 @torch.library.impl(_library, _TRAIN, "CompositeImplicitAutograd")
@@ -234,16 +253,17 @@ def _(input: Tensor, *values: Any) -> Tensor:
 
 _compiled_train = getattr(torch.ops.syncbn.compiled_train, _TRAIN.partition(".")[2])
 
-# All arguments of the layer, which are checked when the graph runs.
+# Takes the arguments of the layer, which it checks when the graph runs; it writes none. The totals
+# are those of compiled_update.
 _library.define(
-    f"compiled_stats(Tensor input, {_ARGUMENTS}, str? group_name, Tensor call, "
-    f"{GRAPH_INPUT_TYPE}? identity=None) -> Tensor",
+    f"compiled_forward(Tensor input, {_ARGUMENTS}, SymInt identity, str? group_name, "
+    "Tensor? previous) -> (Tensor mean, Tensor invstd, Tensor count, Tensor totals)",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
-@torch.library.impl(_library, "compiled_stats", "CompositeExplicitAutograd")
-def _(input: Tensor, *values: Any) -> Tensor:
+@torch.library.impl(_library, "compiled_forward", "CompositeExplicitAutograd")
+def _(input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     step, arguments = _begin(input, *values)
     with step:
         checks.check_training(input, arguments)
@@ -252,35 +272,40 @@ def _(input: Tensor, *values: Any) -> Tensor:
         message = ops.batch_norm_stats(
             tensors.as_dense(input), step.tail, *arguments.for_checks(), mask=arguments.mask
         )
-    step.meet(message)
-    return message
+    totals = step.all_reduce(message)
+    no_input = input.new_empty((0, input.size(1)))
+    numbers = Arguments(None, None, None, None, None, 0.0, arguments.eps)
+    _, mean, invstd, count = _autograd.normalize(no_input, totals, numbers, step)
+    return mean, invstd, count, totals
 
 
 def _begin(input: Tensor, *values: Any) -> tuple[Pass, Arguments]:
-    fields, (group_name, _, *identity) = values[:_NUM_ARGUMENTS], values[_NUM_ARGUMENTS:]
-    layer = identity_from(*identity)
-    group, arguments = sync.group_named(group_name, layer), Arguments(*fields)
+    *fields, identity, group_name, _ = values
+    arguments, layer = Arguments(*fields), identity_from(identity)
+    group = sync.group_named(group_name, layer)
     return Pass(group, layer, _compat.forward_direction(), input, arguments), arguments
 
 
-@torch.library.register_fake("syncbn::compiled_stats")
-def _(input: Tensor, *values: Any) -> Tensor:
+@torch.library.register_fake("syncbn::compiled_forward")
+def _(input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not isinstance(input, _compat.FakeTensor):  # the graph runs with a tensor on meta
         step, arguments = _begin(input, *values)
         with step:
             checks.check_training(input, arguments)
             ops.check_arguments(input, *arguments.for_checks(), mask=arguments.mask)
-    channels, group_name = input.size(1) if input.dim() > 1 else 1, values[_NUM_ARGUMENTS]
-    return input.new_empty(2 * channels + (1 if group_name is None else 4), dtype=torch.float64)
+    channels = input.size(1) if input.dim() > 1 else 1
+    *_, group_name, _ = values
+    size = 2 * channels + 1 if group_name is None else protocol.size_of(channels)
+    mean, invstd, count, totals = (
+        input.new_empty(number, dtype=torch.float64) for number in (channels, channels, 1, size)
+    )
+    return mean, invstd, count, totals
 
 
-# Waits for the forward pass's collective, if there is a group. Then batch_norm_apply without the
-# normalization; it updates nothing where the graph runs as a recomputation.
+# Updates nothing where the graph runs as a recomputation.
 _library.define(
     "compiled_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor(c!)? num_batches_tracked, float? momentum, float eps, ScalarType input_dtype, "
-    f"str? group_name, {GRAPH_INPUT_TYPE}? identity=None)"
-    " -> (Tensor mean, Tensor invstd, Tensor count)"
+    "Tensor(c!)? num_batches_tracked, float? momentum, SymInt identity, str? group_name) -> ()"
 )
 
 
@@ -291,46 +316,37 @@ def _(
     running_var: Tensor | None,
     num_batches_tracked: Tensor | None,
     momentum: float | None,
-    eps: float,
-    input_dtype: torch.dtype,
+    identity: int,
     group_name: str | None,
-    identity: GraphInput | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    layer = identity_from(identity)
-    step = Pass(sync.group_named(group_name, layer), layer, _compat.forward_direction())
-    channels = _channels(totals, group_name)
-    totals = step.wait(totals)
-    if step.direction == "recomputation":  # the sums may be the forward pass's
-        totals, step = step.verify(totals), Pass(None, layer, step.direction)
-    arguments = Arguments(
-        None, None, running_mean, running_var, num_batches_tracked, momentum, float(eps)
-    )
-    no_input = totals.new_empty((0, channels), dtype=input_dtype)
-    _, mean, invstd, count = _autograd.normalize(no_input, totals, arguments, step)
-    return mean, invstd, count
-
-
-def _channels(totals: Tensor, group_name: str | None) -> int:
+) -> None:
+    layer, direction = identity_from(identity), _compat.forward_direction()
+    if direction == "recomputation":
+        return
+    step = Pass(sync.group_named(group_name, layer), layer, direction)
     size = totals.size(0)
-    return size // 2 if group_name is None else protocol.channels_of(size)
+    channels = size // 2 if group_name is None else protocol.channels_of(size)
+    arguments = Arguments(
+        None, None, running_mean, running_var, num_batches_tracked, momentum, eps=1.0
+    )
+    _autograd.normalize(totals.new_empty((0, channels)), totals, arguments, step)
 
 
 @torch.library.register_fake("syncbn::compiled_update")
-def _(totals: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
-    channels = _channels(totals, values[6])
-    return totals.new_empty(channels), totals.new_empty(channels), totals.new_empty(1)
+def _(*_: Any) -> None:
+    pass
 
 
+# Returns the sums of the group, verified and without their tail.
 _library.define(
-    "compiled_backward_reduce(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
-    "ScalarType weight_dtype, ScalarType bias_dtype, str? group_name=None, "
-    f"{GRAPH_INPUT_TYPE}? identity=None, Tensor? mask=None) "
+    "compiled_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
+    "ScalarType weight_dtype, ScalarType bias_dtype, Tensor? mask, SymInt identity, "
+    "str? group_name, Tensor? previous) "
     "-> (Tensor sums, Tensor grad_weight, Tensor grad_bias)",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
-@torch.library.impl(_library, "compiled_backward_reduce", "CompositeExplicitAutograd")
+@torch.library.impl(_library, "compiled_backward", "CompositeExplicitAutograd")
 def _(
     grad_output: Tensor,
     input: Tensor,
@@ -338,9 +354,10 @@ def _(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    group_name: str | None = None,
-    identity: GraphInput | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None,
+    identity: int,
+    group_name: str | None,
+    previous: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layer = identity_from(identity)
     step = Pass(sync.group_named(group_name, layer), layer, "backward", input)
@@ -351,11 +368,11 @@ def _(
         sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
             grad_output, input, mean, invstd, *dtypes, step.tail, mask=mask
         )
-    step.meet(sums)
-    return sums, grad_weight, grad_bias
+    sums = step.verify(step.all_reduce(sums))
+    return sums[: 2 * mean.size(0)], grad_weight, grad_bias
 
 
-@torch.library.register_fake("syncbn::compiled_backward_reduce")
+@torch.library.register_fake("syncbn::compiled_backward")
 def _(
     grad_output: Tensor,
     input: Tensor,
@@ -363,30 +380,12 @@ def _(
     invstd: Tensor,
     weight_dtype: torch.dtype,
     bias_dtype: torch.dtype,
-    group_name: str | None = None,
-    identity: GraphInput | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None,
+    identity: int,
+    group_name: str | None,
+    previous: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums, *gradients = ops.batch_norm_backward_reduce(
+    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
         grad_output, input, mean, invstd, weight_dtype, bias_dtype
     )
-    grad_weight, grad_bias = gradients
-    size = sums.size(0) + (0 if group_name is None else 4)
-    return sums.new_empty(size), grad_weight, grad_bias
-
-
-# Waits for the backward pass's collective and verifies the sums. Returns them without their tail.
-_library.define(
-    f"compiled_wait(Tensor reduced, str group_name, {GRAPH_INPUT_TYPE}? identity=None) -> Tensor"
-)
-
-
-@torch.library.impl(_library, "compiled_wait", "CompositeExplicitAutograd")
-def _(reduced: Tensor, group_name: str, identity: GraphInput | None = None) -> Tensor:
-    step = Pass(collectives.group_named(group_name), identity_from(identity), "backward")
-    return step.verify(step.wait(reduced))
-
-
-@torch.library.register_fake("syncbn::compiled_wait")
-def _(reduced: Tensor, group_name: str, identity: GraphInput | None = None) -> Tensor:
-    return reduced.new_empty(reduced.size(0) - 3)
+    return sums, grad_weight, grad_bias

@@ -20,8 +20,10 @@ from support.compiling import (
     small,
     step,
 )
+from support.groups import messages_sent
 from support.ranks import Ranks
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm, sync_batch_norm
@@ -238,6 +240,25 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.layer(self.convolution(x))
+
+
+def count_the_sums(rank, world_size, budget):
+    torch._dynamo.reset()
+    model, x = build(small), batch(rank, (4,), 6, 0)
+    eager = copy.deepcopy(model)
+    with functorch_config.patch(activation_memory_budget=budget):
+        fast = compiled(model, Backend("aot_eager_decomp_partition"))
+        with messages_sent() as messages:
+            actual = step(fast, x)
+    assert_equal(actual, step(eager, x))
+    return len(messages)
+
+
+@pytest.mark.parametrize("budget", [0.0, 0.5])
+def test_partitions_by_a_memory_budget(compiling_ranks, budget):
+    """A budget of 0 keeps the inputs alone: everything else is computed, and sent, again."""
+    expected = 6 if budget == 0 else 4
+    assert compiling_ranks.run(count_the_sums, budget) == [expected] * 2
 
 
 def whole_dynamic(layer, compile):

@@ -13,10 +13,10 @@ from syncbn.distributed.layer_id import ANONYMOUS, Identity, identity_from, iden
 def test_a_graphs_input_gives_back_the_identity_of_a_layer_and_of_its_copies():
     layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))[0]
     copied = copy.deepcopy(layer)
-    assert identity_from(layer._syncbn.graph_inputs[0]) is layer._syncbn.identity
-    assert identity_from(copied._syncbn.graph_inputs[1]) is layer._syncbn.identity
+    assert identity_from(layer._syncbn.graph_input) is layer._syncbn.identity
+    assert identity_from(copied._syncbn.graph_input) is layer._syncbn.identity
     assert layer._syncbn.identity.name == "0"
-    assert identity_from(None) is ANONYMOUS
+    assert identity_from(0) is ANONYMOUS
 
 
 def test_a_deleted_layer_keeps_its_number_and_no_memory():
@@ -25,8 +25,8 @@ def test_a_deleted_layer_keeps_its_number_and_no_memory():
     layers = [SyncBatchNorm(1) for _ in range(10)]
     for number, layer in enumerate(layers):
         layer._syncbn = layer._syncbn.with_name(f"layer{number}")
-    given, last = layers[9]._syncbn.graph_inputs[0], layers[9]._syncbn.identity
-    assert len(Identity.by_key) == before + (10 if isinstance(given, torch.Tensor) else 0)
+    given, last = layers[9]._syncbn.graph_input, layers[9]._syncbn.identity
+    assert len(Identity.by_key) == before + 10
     key, number = last.key, last.number
     del layers, layer, last
     gc.collect()

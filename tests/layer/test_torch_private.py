@@ -351,25 +351,37 @@ def test_proxy_attributes():
     assert set_by_torch == {*_compat.PROXY_ATTRIBUTES}
 
 
-class Ticket(_compat.OpaqueBase):
-    pass
+def test_dynamic_integers_do_not_compile_a_graph_for_each_value():
+    graphs = []
+
+    class Owner:
+        number = _compat.DynamicInt(5)
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    run = torch.compile(lambda x, owner: x * owner.number, backend=count, fullgraph=True)
+    for number in (5, 2**50, 7):
+        owner = Owner()
+        owner.number = _compat.DynamicInt(number)
+        assert run(torch.ones(2).double(), owner).tolist() == [number] * 2
+    assert len(graphs) == 1
 
 
-def test_operators_take_objects():
-    name = _compat.register_opaque(Ticket)
-    if name is None:
-        version = torch.torch_version.TorchVersion(torch.__version__)
-        assert version < (2, 15)
-        return
-    seen = []
-    with torch.library._scoped_library("syncbn_test", "FRAGMENT") as library:
-        library.define(f"punch(Tensor x, {name}? ticket=None) -> Tensor")
-        library.impl(
-            "punch",
-            lambda x, ticket=None: (seen.append(ticket), x + 1)[1],
-            "CompositeExplicitAutograd",
-        )
-        ticket = Ticket()
-        torch.ops.syncbn_test.punch(torch.ones(2), ticket)
-        torch.ops.syncbn_test.punch(torch.ones(2))
-    assert seen == [ticket, None]
+def test_tracer_of_a_graph():
+    outside, inside = recorded(_compat.tracer_of_graph)
+    assert outside is None and inside is not None
+
+
+def test_what_is_recorded_as_saved():
+    def twice(x):
+        with _compat.saved_in_graphs():
+            y = x + 1
+        return y * 2
+
+    with torch.fx.traceback.preserve_node_meta():
+        graph = make_fx(twice)(torch.ones(2)).graph
+    saved = {n.name: n.meta.get("recompute") for n in graph.nodes if n.op == "call_function"}
+    assert saved == {"add": torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE, "mul": None}

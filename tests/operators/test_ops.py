@@ -32,7 +32,7 @@ def test_opcheck_without_optional_arguments(name):
     x = make_input((3, 4, 5), "contiguous", torch.float32)
     optional = {"batch_norm_apply": range(2, 7), "batch_norm_backward_apply": [4]}
     optional |= {"batch_norm_forward": range(1, 6), "batch_norm_backward": [4]}
-    optional["compiled_update"] = range(1, 4)
+    optional |= {"compiled_forward": range(1, 6), "compiled_update": range(1, 4)}
     args = list(arguments(name, x))
     for index in optional.get(name, []):
         args[index] = None

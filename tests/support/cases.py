@@ -21,7 +21,7 @@ RELU, SILU = 1, 3
 MASKED_OPS = [f"{name} masked" for name in OPS if len(name.split()) == 1]
 OPS += ["verify_sums"]
 # Those of compiled graphs, which are written in Python over the others.
-COMPILED_OPS = ["compiled_stats", "compiled_update", "compiled_backward_reduce"]
+COMPILED_OPS = ["compiled_forward", "compiled_update", "compiled_backward"]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -145,12 +145,12 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_forward masked": (*forward, None, 0, 0.0, None, mask),
         "batch_norm_backward masked": (*backward, None, 0, 0.0, mask),
         "verify_sums": (torch.cat([totals, totals.new_tensor([7.0, 8.0, 64.0])]), 7.0),
-        "compiled_stats": (
-            *(x, None, None, *running, 0.1, 1e-5, None, None, None, 0.0, None, None, None),
-            torch.empty(0),
+        "compiled_forward": (
+            *(x, None, None, *running, 0.1, 1e-5, None, None, None, 0.0, None, None),
+            *(0, None, None),
         ),
-        "compiled_update": (totals, *running, None, 1e-5, x.dtype, None),
-        "compiled_backward_reduce": (x.clone(), x, mean, var, *dtypes),
+        "compiled_update": (totals, *running, None, 0, None),
+        "compiled_backward": (x.clone(), x, mean, var, *dtypes, None, 0, None, None),
     }[name]
 
 
