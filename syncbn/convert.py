@@ -61,6 +61,9 @@ def convert_sync_batchnorm(
     activation. Conversion skips a layer that holds another one, and normalizes a part of its input
     by that, with all its children; it skips scripted modules too. A warning names each.
 
+    Convert a model as a whole. A layer gets its name in ``module``, and by the names ranks notice
+    that they run layers in another order: layers that are converted one by one have none.
+
     Args:
         module: The model, or a single layer; changed in place.
         process_group: The ranks that share a batch, or a DeviceMesh of one dimension; None is all

@@ -5,7 +5,8 @@ make different passes of one size would add up unrelated sums. So:
 
 - Each message ends with a fingerprint, a number for the pass: direction and layer. If the sum of
   the fingerprints is not the fingerprint times the number of ranks, ranks make different passes.
-  All ranks see it at once.
+  All ranks see it at once. Fingerprints are hashes: no few of them add up to another one by chance.
+  Layers of one name, or without a name, have the same ones.
 - Each message also ends with a next size, the size of the message that its rank expects to send
   next: the size that has followed this pass, if it was always the same. If all next sizes agree, a
   rank knows the size that the others are about to send. A rank that is to send another size writes
@@ -30,7 +31,7 @@ from torch import Tensor
 from syncbn import _compat, ops
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import GroupReference, ProcessGroup
-from syncbn.distributed.layer_id import ANONYMOUS, Identity
+from syncbn.distributed.layer_id import ANONYMOUS, Identity, digest
 from syncbn.distributed.store import GroupStore, PassReport
 
 # Their positions are part of the fingerprints.
@@ -47,6 +48,7 @@ _SEVERAL = 1
 _MAX_COMPARISONS = 1000
 _MAX_RANKS = 1024
 _MAX_RECORDS = 10_000
+_MAX_POSITION = 255  # of calls of sync_batch_norm(); all later ones share a record
 # Messages whose sizes are kept; a device queues no more than some thousand launches of its host.
 _MAX_AHEAD = 4096
 _MAX_CHARACTERS = 1000  # of an error, in the store
@@ -62,7 +64,8 @@ class PassRecord:
 
     def __init__(self, state: "GroupState", layer: Identity, direction: str) -> None:
         self.state, self.layer, self.direction = state, layer, direction
-        self.fingerprint = float(8 * layer.number + _DIRECTIONS.index(direction) + 1)
+        hashed = digest(layer.number, direction)
+        self.fingerprint = float(8 * hashed + _DIRECTIONS.index(direction) + 1)
         # The sizes of the messages that have followed.
         self.sizes: list[int] = []
         # The size that is expected to follow; 0 if none is, _SEVERAL if several have followed.
@@ -73,10 +76,8 @@ class PassRecord:
     def add_size(self, size: int) -> None:
         """Remember the size of the message that has followed."""
         self.sizes.append(size)
-        # Nothing is expected after a call of sync_batch_norm(), which may belong to any layer.
-        if self.layer.key:
-            self.next_size = size if len(self.sizes) == 1 else _SEVERAL
-            self._tail = None
+        self.next_size = size if len(self.sizes) == 1 else _SEVERAL
+        self._tail = None
 
     @property
     def fingerprint_sum(self) -> float:
@@ -159,11 +160,6 @@ def _is_computed(totals: Tensor) -> bool:
     return True
 
 
-def _spread(number: int) -> int:
-    """Return a hash of 32 bits, whose sums over two million ranks are exact in float64."""
-    return number * 2654435761 % 2**32
-
-
 class GroupState:
     """The state of a process group on this rank: the passes made in it, and the expected ones."""
 
@@ -175,7 +171,8 @@ class GroupState:
         self.reference = GroupReference(group) if _compat.is_registered(group) else None
         # A rank over NCCL may be passes ahead of another.
         self.store = GroupStore(group, keeps_keys=backend not in ("", "gloo"))
-        # The records by key and number of their layer, and by direction.
+        # The records by key and number of their layer, and by direction; those of calls of
+        # sync_batch_norm() by the position of the call.
         self._records: dict[tuple[int, int, str], PassRecord] = {}
         # Whether torch.distributed has made the group, which it may destroy.
         self.is_registered = _compat.is_registered(group)
@@ -183,8 +180,10 @@ class GroupState:
         self._adds_up = collectives.adds_up(group)
         # Whether profiles show the names of passes.
         self.has_labels = collectives.is_debugging()
-        # The last pass, the next size that this rank sent in it, and its sums.
+        # The last pass, the number of passes since the last change between forward passes and
+        # others, the next size that this rank sent, and the sums.
         self.last = PassRecord(self, ANONYMOUS, "forward")
+        self._num_in_row = 0
         self.next_size_sent = 0
         self._totals: Tensor | None = None
         # The size of this rank's message.
@@ -224,13 +223,19 @@ class GroupState:
 
     def record(self, layer: Identity, direction: str) -> PassRecord:
         """Return the record of a pass."""
-        key = (layer.key, layer.number, direction)
+        number = layer.number if layer.key else self._position(direction)
+        key = (layer.key, number, direction)
         found = self._records.get(key)
         if found is None:
             if len(self._records) >= _MAX_RECORDS:
                 self._records.clear()
             found = self._records[key] = PassRecord(self, layer, direction)
         return found
+
+    def _position(self, direction: str) -> int:
+        """Return how many passes precede a pass in the same half of a step, or the bound."""
+        is_same_half = (direction == "forward") == (self.last.direction == "forward")
+        return min(self._num_in_row, _MAX_POSITION) if is_same_half else 0
 
     def describe(self, fingerprint: int) -> str:
         """Return the pass of a fingerprint, which this rank has made, as text."""
@@ -241,6 +246,7 @@ class GroupState:
         """Expect nothing: after a failure ranks may go on at different passes."""
         self.num_failures += 1
         self.last = PassRecord(self, ANONYMOUS, "forward")
+        self._num_in_row = 0
         self.next_size_sent = 0
         self._totals = None
 
@@ -278,6 +284,7 @@ class GroupState:
                     self._switch_size(record, expected, device)
             if other is None:
                 last.add_size(size)
+        self._num_in_row = self._position(record.direction) + 1
         self.last, self._totals = record, None
         self.next_size_sent = next_size
         return other
@@ -356,7 +363,7 @@ class GroupState:
     def _switch_size(self, record: PassRecord, expected: int, device: torch.device) -> None:
         """Agree with all ranks to send messages of another size than is expected."""
         message = torch.zeros(expected, dtype=torch.float64, device=device)
-        fingerprint = float(_spread(_spread(self.size) + int(record.fingerprint)))
+        fingerprint = float(8 * digest(self.size, int(record.fingerprint)))
         message[-3] = fingerprint
         totals = collectives.all_reduce_sum(message, self.group)
         ops.verify_sums(totals.cpu(), self.sum_of(fingerprint))

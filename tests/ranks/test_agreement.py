@@ -1,5 +1,7 @@
 """How ranks agree on their passes: when they ask each other, and what they hear of each other."""
 
+import itertools
+import re
 import time
 from unittest import mock
 
@@ -9,10 +11,11 @@ import torch.distributed as dist
 from support.groups import messages_sent
 from support.ranks import Ranks
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, sync_batch_norm
-from syncbn.distributed import sync
-from syncbn.distributed.layer_id import Identity
+from syncbn.distributed import protocol, sync
+from syncbn.distributed.layer_id import Identity, digest
 from syncbn.distributed.protocol import group_state
 
 
@@ -270,3 +273,46 @@ def test_rank_that_goes_on_after_its_own_failure_still_knows_the_others():
         outcomes = ranks.outcomes(run_out_after_the_sum_and_go_on)
     assert [outcome.kind for outcome in outcomes] == ["ValueError"] * 3
     assert all("expected the same channels" in outcome.message for outcome in outcomes)
+
+
+def make_three_directions_of_one_layer(rank, world_size):
+    """Rank 0 goes on to the next step, rank 1 recomputes, rank 2 differentiates."""
+    layer = SyncBatchNorm(3)
+    x = torch.rand(4, 3, requires_grad=True)
+    y = checkpoint(layer, x, use_reentrant=False) if rank == 1 else layer(x)
+    if rank == 0:
+        layer(x)
+    else:
+        y.sum().backward()
+
+
+def test_no_rank_takes_the_sum_of_two_other_passes_for_its_own(three_ranks):
+    """The rank between them would, if the numbers of the directions were consecutive."""
+    for outcome in three_ranks.outcomes(make_three_directions_of_one_layer):
+        assert "the ranks run different passes" in outcome.message
+
+
+def test_fingerprints_do_not_add_up_to_others():
+    numbers = [digest(layer, way) for layer in range(100) for way in protocol._DIRECTIONS]
+    known = set(numbers)
+    assert len(known) == 500
+    sums = (a + b for a, b in itertools.combinations(numbers, 2))
+    # By chance: one of 125,000 sums in 2**29 numbers, and each passes for one of 500.
+    assert not any(total % 2 == 0 and total // 2 in known for total in sums)
+
+
+def call_with_other_channels(rank, world_size, channels, others):
+    """Rank 1 calls it with other numbers of channels in the fourth step."""
+    options = {"training": True, "process_group": dist.new_group()}  # without sizes to follow
+    for step_number in range(4):
+        sizes = others if rank == 1 and step_number == 3 else channels
+        inputs = [torch.rand(4, c, requires_grad=True) for c in sizes]
+        sum(sync_batch_norm(x, None, None, **options).sum() for x in inputs).backward()
+
+
+@pytest.mark.parametrize("others", [[7, 5, 5], [3, 7, 5], [3, 5, 3], [3, 5], [3], [3, 5, 5, 7]])
+def test_calls_of_the_function_with_other_channels_on_one_rank(others, two_ranks):
+    """Gloo would end a process."""
+    for outcome in two_ranks.outcomes(call_with_other_channels, [3, 5, 5], others):
+        expected = "the ranks run different passes|expected the same channels"
+        assert re.search(expected, outcome.message)
