@@ -45,6 +45,8 @@ class Case:
         values = values.to(DTYPES[self.dtype])
         if self.layout == "channels_last":
             values = values.contiguous(memory_format=torch.channels_last)
+        elif self.layout != "contiguous":
+            raise ValueError(f"expected contiguous or channels_last, but got {self.layout!r}")
         return values
 
 

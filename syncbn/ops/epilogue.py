@@ -20,8 +20,13 @@ FROM_OUTPUT = ("relu", "leaky_relu")
 def check_activation(activation: object) -> None:
     """Raise ValueError unless this is None or an activation that can be fused."""
     if not (activation is None or isinstance(activation, str)) or activation not in NUMBERS:
-        names = ", ".join(map(repr, NUMBERS))
-        raise ValueError(f"expected activation to be one of {names}, but got {activation!r}")
+        raise unknown_activation(activation)
+
+
+def unknown_activation(activation: object) -> ValueError:
+    """Return the error of an activation that cannot be fused."""
+    names = ", ".join(map(repr, NUMBERS))
+    return ValueError(f"expected activation to be one of {names}, but got {activation!r}")
 
 
 def check_negative_slope(negative_slope: object) -> None:

@@ -84,6 +84,12 @@ def _sums(*terms: Tensor) -> list[Tensor]:
     return [term.sum(dims, dtype=torch.float64) for term in terms]
 
 
+def _name_of(activation: int) -> str | None:
+    if not 0 <= activation < len(_NAMES):
+        raise ValueError(f"expected activation to be 0 to {len(_NAMES) - 1}, but got {activation}")
+    return _NAMES[activation]
+
+
 def _end(like: Tensor, count: float, tail: Tensor | None) -> list[Tensor]:
     """Return the end of a message, by no copy from the host, which would wait for the device."""
     numbers = [count] if tail is None else [count, *tail.tolist()]
@@ -219,7 +225,7 @@ def batch_norm_apply(
     if residual is not None:
         z = z + residual
     zero = _LARGEST_ZERO.get(input.dtype, 0.0)
-    y = formulas.activation(z, _NAMES[activation], negative_slope, zero)
+    y = formulas.activation(z, _name_of(activation), negative_slope, zero)
     return torch.empty_like(input).copy_(y), mean, invstd, count
 
 
@@ -246,7 +252,7 @@ def _epilogue_gradient(
         if residual is not None:
             z = z + residual
     zero = _LARGEST_ZERO.get(input.dtype, 0.0)
-    return formulas.activation_gradient(dy, z, _NAMES[activation], negative_slope, zero)
+    return formulas.activation_gradient(dy, z, _name_of(activation), negative_slope, zero)
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ are computed in: a mean far from zero costs no accuracy.
 import torch
 from torch import Tensor
 
-from syncbn.ops import tensors
+from syncbn.ops import epilogue, tensors
 
 # csrc/common/checks.h
 ONE_VALUE = "Expected more than 1 value per channel when training, got 1 in the whole batch"
@@ -76,7 +76,9 @@ def activation(z: Tensor, name: str | None, negative_slope: float, zero: float) 
         return torch.where(z <= zero, 0.0, z)
     if name == "leaky_relu":
         return torch.where(z > zero, z, z * negative_slope)
-    return z * torch.sigmoid(z)
+    if name == "silu":
+        return z * torch.sigmoid(z)
+    raise epilogue.unknown_activation(name)
 
 
 def activation_gradient(
@@ -92,5 +94,7 @@ def activation_gradient(
         return torch.where(z <= zero, 0.0, dy)
     if activation == "leaky_relu":
         return torch.where(z > zero, dy, dy * negative_slope)
-    sigmoid = torch.sigmoid(z)
-    return dy * (sigmoid + sigmoid * (z - z * sigmoid))
+    if activation == "silu":
+        sigmoid = torch.sigmoid(z)
+        return dy * (sigmoid + sigmoid * (z - z * sigmoid))
+    raise epilogue.unknown_activation(activation)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from support.cases import make_input, per_channel
 
 from syncbn import ops
+from syncbn.ops import epilogue, fallback, formulas
 
 pytestmark = pytest.mark.any_torch
 
@@ -17,6 +18,29 @@ def apply(x, residual=None, activation=NONE, slope=0.0, constants=None):
     return ops.batch_norm_apply(
         x, totals, *(None,) * 5, 0.1, 0.0, None, None, residual, activation, slope, constants
     )
+
+
+@pytest.mark.parametrize("name", ["gelu", "", "SiLU", 3])
+def test_unknown_activation(name):
+    z = torch.ones(2)
+    for compute in (
+        lambda: formulas.activation(z, name, 0.0, 0.0),
+        lambda: formulas.activation_gradient(z, z, name, 0.0),
+        lambda: epilogue.activate(z, name, 0.0),
+    ):
+        with pytest.raises(ValueError, match=f"but got '?{name}"):
+            compute()
+
+
+@pytest.mark.parametrize("number", [-1, 4])
+def test_unknown_number_of_an_activation(number):
+    x = torch.rand(4, 3)
+    totals, nothing = ops.batch_norm_stats(x), (None,) * 5
+    with pytest.raises(ValueError, match=f"expected activation to be 0 to 3, but got {number}"):
+        fallback.batch_norm_apply(x, totals, *nothing, 0.1, 0.0, None, None, None, number)
+    errors = (RuntimeError, ValueError)  # the second of torch's expressions
+    with pytest.raises(errors, match=f"expected activation to be 0 to 3, but got {number}"):
+        apply(x, activation=number)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
