@@ -173,12 +173,18 @@ def backward(ctx: Any, grad_output: Tensor, step: Pass) -> Gradients:
     # Read once: a checkpoint recomputes the tensors at each access.
     input, weight, mean, invstd, count, mask, *source = ctx.saved_tensors
     derivative = EpilogueGradient(ctx.activation, ctx.negative_slope, *source) if source else None
+    step.input = input
     # Inside a backward pass, gradients are recorded exactly under create_graph=True.
-    if torch.is_grad_enabled():
+    is_differentiated = torch.is_grad_enabled()
+    if grad_output.layout is not torch.strided:
+        if is_differentiated:  # its collectives have other sizes than an abort
+            step = Pass(None, ctx.layer, "backward")
+        with step:
+            checks.check_dense("grad_output", grad_output)
+    if is_differentiated:
         return _differentiable_backward(
             ctx, grad_output, step, (input, weight, mean, mask), derivative
         )
-    step.input = input
     needs_grad_input = ctx.needs_input_grad[0]
     stores_dz = derivative is not None and derivative.is_stored(input)
     dtypes = (

@@ -141,6 +141,11 @@ def arguments_written(operator: Any) -> list[bool]:
     return [argument.alias_info is not None for argument in operator._schema.arguments]
 
 
+def is_zero_tensor(value: object) -> bool:
+    """Whether the value is a tensor of zeros without memory."""
+    return isinstance(value, Tensor) and value._is_zerotensor()
+
+
 def saved_tensors_hooks() -> Any:
     """Return the hooks that pack what autograd saves, such as a checkpoint's; None without."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from syncbn import _compat
 from syncbn.ops import fallback, masks, tensors
@@ -189,9 +190,13 @@ def _write(
     """
     count = None if counter < 0 else operands[counter]
     if count is not None and not (count.dtype in (torch.int64, torch.bool) or count.is_complex()):
-        converted = count.to(torch.int64)
-        results = _write(name, (*operands[:counter], converted, *operands[counter + 1 :]), mask)
-        count.copy_(converted)
+        before, momentum = count.to(torch.int64), operands[counter + 1]
+        if momentum is None and type(count) is Tensor and count.is_cpu and (count != before).any():
+            momentum = 1 / (float(count) + 1)  # the operator averages over whole batches
+        after = before.clone()
+        operands = (*operands[:counter], after, momentum, *operands[counter + 2 :])
+        results = _write(name, operands, mask)
+        count.add_(after - before)
         return results
     if not _compat.allows_mutation_of_saved():
         return _call(name, operands, mask)
@@ -258,7 +263,35 @@ def verify_sums(*operands: Any) -> Tensor:
     return _write("verify_sums", operands)  # type: ignore[no-any-return]
 
 
+def _with_memory(operator: Any) -> Any:
+    """Return the operator for tensors that are zero without memory, as some gradients are.
+
+    The dispatcher would expand one value, which operators of csrc do not take.
+    """
+    written = _compat.arguments_written(operator)
+
+    def call(*operands: Any, **keywords: Any) -> Any:
+        for operand, is_written in zip(operands, written, strict=False):
+            if is_written and _compat.is_zero_tensor(operand):
+                raise TypeError(
+                    "expected a tensor that can be written to, but got a zero tensor, which has no "
+                    "memory; call .clone() first"
+                )
+        operands, keywords = tree_map(_materialized, (operands, keywords))
+        return operator(*operands, **keywords)
+
+    return call
+
+
+def _materialized(operand: Any) -> Any:
+    return operand.clone() if _compat.is_zero_tensor(operand) else operand
+
+
 # Their results never require a gradient: the callers give it.
 _library = torch.library.Library("syncbn", "IMPL", "Autograd")
 for _name in ("verify_sums", *fallback.OPERATORS):
     _library.impl(_name, torch.library.fallthrough_kernel)
+
+_zero_tensors = torch.library.Library("syncbn", "IMPL", "ZeroTensor")
+for _name, _operator in _OPERATORS.items():
+    _zero_tensors.impl(_name, _with_memory(_operator))

@@ -77,7 +77,7 @@ def check_objects(input: object, arguments: Arguments) -> None:
     """Raise TypeError unless all tensors of a pass are tensors of a kind that operators take."""
     if not isinstance(input, Tensor):
         raise TypeError(f"expected input to be a torch.Tensor, but got {type(input).__name__}")
-    _check_dense("input", input)
+    check_dense("input", input)
     if input.is_quantized:
         raise TypeError(
             "expected input of dtype float16, bfloat16, float32 or float64, but got "
@@ -91,7 +91,7 @@ def check_objects(input: object, arguments: Arguments) -> None:
             raise TypeError(
                 f"expected {name} to be a torch.Tensor or None, but got {type(value).__name__}"
             )
-        _check_dense(name, value)
+        check_dense(name, value)
 
 
 _TENSORS = (
@@ -100,7 +100,8 @@ _TENSORS = (
 )
 
 
-def _check_dense(name: str, tensor: Tensor) -> None:
+def check_dense(name: str, tensor: Tensor) -> None:
+    """Raise TypeError for a nested or sparse tensor."""
     if tensor.is_nested:
         raise TypeError(
             f"expected a dense {name}, but got a nested tensor; call .to_padded_tensor() first"

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from support.cases import make_input
 from support.ranks import Failure, Ranks
+from torch import nn
 
-from syncbn import SyncBatchNorm, ops, sync_batch_norm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, sync_batch_norm
 from syncbn.ops import checks
 
 X = make_input((4, 3, 5), "contiguous", torch.float32)
@@ -149,6 +150,52 @@ def test_numpy_scalars_are_numbers():
     expected = SyncBatchNorm(3)
     torch.testing.assert_close(layer(X), expected(X))  # float32's 0.1 and 1e-5
     torch.testing.assert_close(layer.running_mean, expected.running_mean)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_zeros_without_memory(activation, training):
+    """Of such tensors are some gradients that torch computes."""
+    zeros = torch._efficientzerotensor(X.shape)
+    layers = [SyncBatchNorm(3, activation=activation).train(training) for _ in range(2)]
+    results = []
+    for layer, z in zip(layers, (zeros, zeros.clone()), strict=True):
+        x = X.clone().requires_grad_()
+        y = layer(x, z)
+        mask = z[:, 0].bool()
+        results.append([y, *torch.autograd.grad(y, [x, layer.weight], z), layer(z, mask=mask)])
+        results[-1] += [layer(z), layer.running_var]
+    assert all(map(torch.equal, *results))
+
+
+def test_zeros_without_memory_cannot_be_written_to():
+    layer = SyncBatchNorm(3)
+    layer.running_mean = torch._efficientzerotensor((3,))
+    with pytest.raises(TypeError, match="can be written to, but got a zero tensor"):
+        layer(X)
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_sparse_gradient(activation, create_graph):
+    layer = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))[0]
+    layer.activation = activation
+    x = X.clone().requires_grad_()
+    words = r"dense grad_output, but got layout torch\.sparse_coo.*\[layer '0'\]"
+    with pytest.raises(TypeError, match=words):
+        torch.autograd.grad(layer(x), x, X.to_sparse(), create_graph=create_graph)
+
+
+def sparse_gradient_on_one_rank(rank, world_size):
+    x = X.clone().requires_grad_()
+    y = SyncBatchNorm(3)(x)
+    torch.autograd.grad(y, x, X.to_sparse() if rank == 1 else X)
+
+
+def test_sparse_gradient_on_one_rank_fails_the_others_at_once(two_ranks):
+    waiting, failed = two_ranks.outcomes(sparse_gradient_on_one_rank)
+    assert failed.kind == "TypeError" and "dense grad_output" in failed.message
+    assert "another rank of the process group aborted" in waiting.message
 
 
 @pytest.mark.parametrize("counter", [torch.tensor(False), torch.tensor(0j), torch.zeros(2).long()])

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import syncbn
-from syncbn import SyncBatchNorm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm
 from syncbn.ops import epilogue, masks
 
 OPTIONS = [
@@ -339,6 +339,21 @@ def test_batch_counter_of_any_dtype(dtype, momentum):
         assert layer.num_batches_tracked is counter
         assert counter.dtype == dtype and counter.item() == steps
     assert torch.equal(layer.running_var, expected.running_var)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_batch_counter_with_a_fraction_keeps_it(dtype, momentum):
+    x = make_input((4, 3, 5), "contiguous", torch.float64)
+    theirs = nn.BatchNorm1d(3, momentum=momentum, dtype=torch.float64)
+    theirs.num_batches_tracked = torch.tensor(3.5, dtype=dtype)
+    ours = convert_sync_batchnorm(copy.deepcopy(theirs))
+    for layer in (ours, theirs):
+        layer(x)
+    assert ours.num_batches_tracked == 4.5 and ours.num_batches_tracked.dtype == dtype
+    # float64, by its default tolerances
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
 
 
 @pytest.mark.parametrize("compile", [False, True])

@@ -344,6 +344,12 @@ def test_arguments_that_an_operator_writes_to():
     assert _compat.arguments_written(operator) == [True, False, False]
 
 
+def test_zero_tensors_are_known():
+    zeros = torch._efficientzerotensor((2,))
+    assert _compat.is_zero_tensor(zeros) and not _compat.is_zero_tensor(zeros.clone())
+    assert not _compat.is_zero_tensor(None)
+
+
 def test_proxy_attributes():
     graph = torch.fx.Graph()
     proxy = torch.fx.Proxy(graph.placeholder("x"))
