@@ -13,7 +13,7 @@ from syncbn.distributed.layer_id import ANONYMOUS, Layer, identity_of
 from syncbn.distributed.sync import Pass
 from syncbn.graph import export, inductor
 from syncbn.ops import aten, checks, epilogue, masks, reference, tensors
-from syncbn.ops.arguments import Arguments
+from syncbn.ops.arguments import Arguments, plain_number
 
 is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
 
@@ -98,12 +98,12 @@ def sync_batch_norm(
         running_mean,
         running_var,
         None,
-        momentum,
-        eps,
+        plain_number(momentum),
+        plain_number(eps),
         None,
         residual,
         activation,
-        negative_slope,
+        plain_number(negative_slope),
         mask=mask,
     )
     if not training:

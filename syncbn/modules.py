@@ -20,7 +20,7 @@ from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
 from syncbn.distributed.layer_id import Layer
 from syncbn.layer_state import LayerState
 from syncbn.ops import checks, epilogue, masks
-from syncbn.ops.arguments import Arguments
+from syncbn.ops.arguments import Arguments, plain_number
 from syncbn.pickles import RECONSTRUCTIONS, _reconstruct
 
 if TYPE_CHECKING:
@@ -303,7 +303,13 @@ class SyncBatchNorm(BatchNormBase):
             counter = None
         elif not self.track_running_stats:
             running_mean = running_var = counter = None
-        momentum = self.momentum
+        momentum, eps = self.momentum, self.eps
+        if (
+            type(momentum) is not float
+            or type(eps) is not float
+            or type(negative_slope) is not float
+        ):
+            momentum, eps, negative_slope = map(plain_number, (momentum, eps, negative_slope))
         arguments = Arguments(
             weight,
             bias,
@@ -312,7 +318,7 @@ class SyncBatchNorm(BatchNormBase):
             counter,
             # Without a counter there is no cumulative average; torch then leaves the statistics.
             0.0 if momentum is None and counter is None else momentum,
-            self.eps,
+            eps,
             self.num_features,
             residual,
             activation,

@@ -1,5 +1,6 @@
 """The arguments of a pass besides its input and its group."""
 
+import contextlib
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NamedTuple, SupportsFloat, TypeGuard
@@ -62,6 +63,14 @@ class Arguments(NamedTuple):
         return self._replace(
             running_mean=None, running_var=None, num_batches_tracked=None, momentum=0.0
         )
+
+
+def plain_number(value: Any) -> Any:
+    """Return a float for a real number that torch's functions do not take, such as a Fraction."""
+    if isinstance(value, Real) and not isinstance(value, (int, float)):
+        with contextlib.suppress(OverflowError):  # the checks of a pass raise it
+            return float(value)
+    return value
 
 
 def is_number(value: object) -> TypeGuard[SupportsFloat]:

@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -150,6 +151,35 @@ def test_numpy_scalars_are_numbers():
     expected = SyncBatchNorm(3)
     torch.testing.assert_close(layer(X), expected(X))  # float32's 0.1 and 1e-5
     torch.testing.assert_close(layer.running_mean, expected.running_mean)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "number", [Fraction(1, 4), np.float32(0.25), torch.tensor(0.25), torch.tensor(1), 1]
+)
+@pytest.mark.parametrize("name", ["momentum", "eps", "negative_slope"])
+def test_real_numbers_of_any_class(name, number, training):
+    layers = [SyncBatchNorm(3, activation="leaky_relu").train(training) for _ in range(2)]
+    setattr(layers[0], name, number)
+    setattr(layers[1], name, float(number))
+    mask, outputs = torch.ones(4, 5, dtype=torch.bool), []
+    for layer in layers:
+        x = X.clone().requires_grad_()
+        y = layer(x)
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=training)
+        value = getattr(layer, name)
+        function = sync_batch_norm(
+            X, **GOOD, training=training, activation="leaky_relu", **{name: value}
+        )
+        outputs.append([y, dx, function, layer(X, mask=mask), layer.running_mean])
+    assert all(map(torch.equal, *outputs))
+
+
+def test_number_too_large_for_a_float():
+    layer = SyncBatchNorm(3)
+    layer.eps = Fraction(10**400)
+    with pytest.raises(OverflowError):
+        layer(X)
 
 
 @pytest.mark.parametrize("training", [True, False])
