@@ -1,6 +1,5 @@
 """The synchronized class of each batch normalization layer, made where there is none."""
 
-import copyreg
 import functools
 import inspect
 import sys
@@ -19,7 +18,9 @@ from torch.nn.utils.parametrize import is_parametrized
 from syncbn import _compat
 from syncbn._compat import BatchNormBase
 from syncbn.distributed import collectives
+from syncbn.layer_state import EPILOGUE, LayerState, reduce_as, set_class
 from syncbn.modules import (
+    CALLED_BY_TORCH,
     BatchNorm,
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -27,6 +28,7 @@ from syncbn.modules import (
     SyncBatchNorm3d,
     SyncBatchNormAct,
     fx_leaf,
+    torchs_check,
 )
 from syncbn.pickles import RECONSTRUCTIONS, _reconstruct
 
@@ -37,51 +39,57 @@ SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
     BatchNorm2d: SyncBatchNorm2d,
     BatchNorm3d: SyncBatchNorm3d,
 }
-_DIMS = {getattr(cls, _compat.INPUT_CHECK): ours._syncbn_dims for cls, ours in SYNCHRONIZED.items()}
-
-# Attributes of a layer that takes an activation, with their defaults.
-EPILOGUE = {"activation": None, "negative_slope": 0.01}
 
 
 class _Derived(SyncBatchNorm):
     """The first base of the classes that conversion derives from other classes."""
 
+    _check_input_dim = CALLED_BY_TORCH  # before that of the user's class
+
     def __init_subclass__(cls) -> None:
         """Call no base class, which may keep a list of the subclasses that a program defines."""
 
     def _syncbn_forward(self, *arguments: Any) -> Tensor:
-        if not _compat.is_exporting():  # which refuses side effects
+        if self._syncbn.reached is False:
             self._syncbn.reached = True
         return super()._syncbn_forward(*arguments)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
+        """Reduce as the user's class does; what a pickle makes of that is converted again."""
+        reduced = reduce_as(self, self._syncbn_original, protocol)
+        if isinstance(reduced, str):  # the name of an object that exists
+            return reduced
         make, arguments, *state = reduced
-        if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return make, arguments, *state  # the user's class has its own way
-        kept = ("derived", self._syncbn_original, self._syncbn_takes_activation)
-        return _reconstruct, kept, *state
+        return _reconstruct, ("converted", *_conversion_of(self), make, arguments), *state
+
+
+class _TorchsMethods:
+    """What a user's class reaches by super() as before conversion: torch's methods, not ours."""
+
+    __init__ = BatchNormBase.__init__  # its arguments are others
+    _check_input_dim = torchs_check
 
 
 @functools.cache
 def _derive(original: type[nn.Module], takes_activation: bool) -> type[SyncBatchNorm]:
     """Return the class that does as ``original``, with the statistics of the whole batch."""
     if _is_timms(original):
-        bases: tuple[type[nn.Module], ...] = (SyncBatchNormAct, original)
+        bases: tuple[type, ...] = (SyncBatchNormAct, original)
     else:
         torchs = next(base for base in original.__mro__ if base in SYNCHRONIZED)
-        bases = (SYNCHRONIZED[torchs],)
+        bases = (_TorchsMethods, SYNCHRONIZED[torchs])
         if original is not torchs:
             bases = (original, *bases)
-    input_check = getattr(original, _compat.INPUT_CHECK)
     names = {
         "__module__": original.__module__,
         "__doc__": f"{original.__name__} with the statistics of the whole batch.",
         "_syncbn_original": original,
-        "_syncbn_dims": _DIMS.get(input_check),
         "_syncbn_takes_activation": takes_activation,
-        _compat.INPUT_CHECK: input_check,
+        "__init__": _constructor(original, takes_activation),
     }
+    for name in ("__copy__", "__deepcopy__"):
+        if hasattr(original, name):
+            names[name] = _converted_copy(getattr(original, name))
     name = "Sync" + original.__name__.removeprefix("Sync")
     derived: Any = types.new_class(
         name, (_Derived, *bases), exec_body=lambda body: body.update(names)
@@ -91,12 +99,60 @@ def _derive(original: type[nn.Module], takes_activation: bool) -> type[SyncBatch
     return derived  # type: ignore[no-any-return]
 
 
+def _conversion_of(layer: SyncBatchNorm) -> tuple[type[BatchNormBase], bool, dict[str, Any]]:
+    """Return a layer's class before conversion, and what conversion has added to the layer."""
+    takes_activation = layer._syncbn_takes_activation
+    names = ("_syncbn", *EPILOGUE) if takes_activation else ("_syncbn",)
+    held = {name: value for name, value in vars(layer).items() if name in names}
+    return layer._syncbn_original, takes_activation, held
+
+
 def _new_derived(original: Any, takes_activation: bool) -> nn.Module:
     cls = _derive(original, takes_activation)
     return cls.__new__(cls)
 
 
-RECONSTRUCTIONS["derived"] = _new_derived
+def _convert_made(
+    original: Any,
+    takes_activation: bool,
+    held: dict[str, Any],
+    make: Callable[..., Any],
+    arguments: tuple[Any, ...],
+) -> Any:
+    return _convert_again(make(*arguments), original, takes_activation, held)
+
+
+RECONSTRUCTIONS["derived"] = _new_derived  # of pickles before "converted"
+RECONSTRUCTIONS["converted"] = _convert_made
+
+
+def _convert_again(layer: Any, original: Any, takes_activation: bool, held: dict[str, Any]) -> Any:
+    """Give a copy of a converted layer, made by code of the user's class, what the layer has."""
+    if isinstance(layer, original):
+        layer.__dict__.update(held)
+        set_class(layer, _derive(original, takes_activation))
+    return layer
+
+
+def _constructor(original: type[nn.Module], takes_activation: bool) -> Callable[..., None]:
+    """Return the class's constructor, which calls none of ours, as one of a converted layer."""
+
+    @functools.wraps(original.__init__)
+    def __init__(layer: Any, *args: Any, **kwargs: Any) -> None:
+        layer.__dict__.update(EPILOGUE if takes_activation else {}, _syncbn=LayerState())
+        original.__init__(layer, *args, **kwargs)
+
+    return __init__
+
+
+def _converted_copy(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the class's own way to copy a layer, as one of a converted layer."""
+
+    @functools.wraps(method)
+    def copy(layer: Any, *memo: Any) -> Any:
+        return _convert_again(method(layer, *memo), *_conversion_of(layer))
+
+    return copy
 
 
 def _checked_forward(
@@ -108,12 +164,15 @@ def _checked_forward(
     @functools.wraps(original.forward)
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         state = layer._syncbn
-        if _compat.is_exporting():
+        if _compat.is_exporting():  # which refuses side effects
             return super(derived, layer).forward(*args, **kwargs)
         state.reached = False
-        output = super(derived, layer).forward(*args, **kwargs)
-        if layer.training and not state.reached:
-            _warn_of_local_statistics(original.__name__, state.identity.name)
+        try:
+            output = super(derived, layer).forward(*args, **kwargs)
+            if layer.training and not state.reached:
+                _warn_of_local_statistics(original.__name__, state.identity.name)
+        finally:
+            state.reached = None
         return output
 
     return forward
@@ -163,6 +222,21 @@ def sync_class(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
     Raises:
         TypeError: Python cannot derive a class from the layer's.
     """
+    try:
+        return _sync_class(layer)
+    except Exception as error:
+        raise cannot_take_its_place(layer, name, error) from error
+
+
+def cannot_take_its_place(layer: nn.Module, name: str, error: Exception) -> TypeError:
+    """Return the error of a layer that conversion cannot change, because of its class's code."""
+    return TypeError(
+        f"the layer {name!r} is a {type(layer).__name__}, and no class can derive from that and "
+        f"take its place: {type(error).__name__}: {error}"
+    )
+
+
+def _sync_class(layer: nn.Module) -> type[SyncBatchNorm] | None:
     if not isinstance(layer, BatchNormBase) or isinstance(layer, SyncBatchNorm):
         return None
     if "forward" in vars(layer):  # replaced on the instance
@@ -185,13 +259,7 @@ def sync_class(layer: nn.Module, name: str) -> type[SyncBatchNorm] | None:
         return None  # likewise; torch gives a parametrized layer the first base of its class back
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     takes_activation = timms is not None or (_is_librarys(owner) and not has_own_activation)
-    try:
-        return _derive(timms or cls, takes_activation)
-    except Exception as error:  # of the code that a metaclass runs
-        raise TypeError(
-            f"the layer {name!r} is a {cls.__name__}, and no class can derive from that: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    return _derive(timms or cls, takes_activation)
 
 
 def _is_timms(cls: type[nn.Module]) -> bool:

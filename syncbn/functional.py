@@ -183,10 +183,7 @@ def train(
     ``layer`` names the layer in errors. ``observe``, where nothing traces, is called with the sums
     over all ranks, float64 on the CPU: for :mod:`syncbn.utils.precise_bn`.
     """
-    try:
-        group = collectives.resolve_group(process_group)
-    except (TypeError, ValueError) as error:
-        raise errors.with_layer_and_rank(error, identity_of(layer), None) from None
+    group = _resolve_group(process_group, layer)
     # Checked here and not in graph/: after a graph break Dynamo still traces the functions that
     # this one calls, and they would find a compiler.
     if torch.compiler.is_compiling() and not _compat.is_exporting():
@@ -214,3 +211,30 @@ def train(
 
 
 torch.fx.wrap("train")  # symbolic tracing records the call
+
+
+def check_input(
+    check: Callable[[Tensor], None],
+    input: Tensor,
+    arguments: Arguments,
+    process_group: ProcessGroup | None,
+    layer: Layer,
+    *,
+    training: bool,
+) -> None:
+    """Make a program's own check of the input of a pass, which in training fails on all ranks."""
+    if isinstance(input, torch.fx.Proxy):  # symbolic tracing has no values to check
+        return
+    if torch.compiler.is_compiling():
+        check(input)
+        return
+    group = _resolve_group(process_group, layer) if training else None
+    with Pass(group, identity_of(layer), _compat.forward_direction(), input, arguments):
+        check(input)
+
+
+def _resolve_group(process_group: ProcessGroup | None, layer: Layer) -> ProcessGroup | None:
+    try:
+        return collectives.resolve_group(process_group)
+    except (TypeError, ValueError) as error:
+        raise errors.with_layer_and_rank(error, identity_of(layer), None) from None

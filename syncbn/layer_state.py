@@ -1,15 +1,22 @@
 """A layer's attributes beside torch's, as one object."""
 
+import contextlib
+import copyreg
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from syncbn import _compat
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import GroupReference, ProcessGroup
 from syncbn.distributed.layer_id import Identity
 from syncbn.pickles import RECONSTRUCTIONS, _reconstruct
+
+# Attributes of a layer that takes an activation, with their defaults.
+EPILOGUE: dict[str, Any] = {"activation": None, "negative_slope": 0.01}
 
 
 class LayerState:
@@ -31,8 +38,10 @@ class LayerState:
         # Whether a compiled graph can hold the group. Decided before torch.compile traces, which
         # refuses code that looks at a group without a name.
         self.fits_graph = True
-        # Whether the forward of a user's class has called ours, while it runs.
-        self.reached = False
+        # While the forward of a user's class runs: whether it has called ours.
+        self.reached: bool | None = None
+        # While a program's own check of the input runs: the check that it may call.
+        self.inner_check: Callable[[Any, Tensor], None] | None = None
         # While recompute_statistics runs: the function that takes the sums of each pass.
         self.observe: Callable[[Tensor], None] | None = None
 
@@ -68,3 +77,41 @@ class LayerState:
 
 
 RECONSTRUCTIONS["state"] = LayerState
+
+
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Make a module one of class ``cls``, without its class's own ``__setattr__``."""
+    object.__setattr__(module, "__class__", cls)
+
+
+@contextlib.contextmanager
+def restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give modules their classes, attributes and children back if an error is raised."""
+    held = [
+        (module, type(module), dict(vars(module)), dict(_compat.children(module)))
+        for module in modules
+        if not isinstance(module, torch.jit.ScriptModule)  # which nobody changes
+    ]
+    try:
+        yield
+    except BaseException:
+        for module, cls, attributes, children in held:
+            if type(module) is not cls:
+                set_class(module, cls)
+            for current, before in (
+                (vars(module), attributes),
+                (_compat.children(module), children),
+            ):
+                current.clear()
+                current.update(before)
+        raise
+
+
+def reduce_as(module: nn.Module, cls: type[nn.Module], protocol: Any) -> Any:
+    """Return what ``__reduce_ex__`` would return if the module were one of class ``cls``."""
+    twin = object.__new__(cls)
+    object.__setattr__(twin, "__dict__", vars(module))
+    for name in copyreg._slotnames(cls):  # type: ignore[attr-defined]
+        if hasattr(module, name):
+            object.__setattr__(twin, name, getattr(module, name))
+    return twin.__reduce_ex__(protocol)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 from syncbn import _compat, functional
-from syncbn._compat import BatchNormBase
+from syncbn._compat import INPUT_CHECK, BatchNormBase
 from syncbn.distributed import collectives, errors, sync
 from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
 from syncbn.distributed.layer_id import Layer
@@ -134,6 +134,103 @@ class BatchNorm(BatchNormBase):
 
 RECONSTRUCTIONS["reverted"] = lambda: BatchNorm.__new__(BatchNorm)
 
+# The numbers of dimensions that a check accepts; None for two or more. A check that a program has
+# put in the place of torch's is not among them.
+_DIMS: dict[Callable[..., None], tuple[int, ...] | None] = {
+    BatchNorm._check_input_dim: None,
+    **{
+        getattr(torchs, INPUT_CHECK): dims
+        for torchs, dims in (
+            (BatchNormBase, None),
+            (BatchNorm1d, (2, 3)),
+            (BatchNorm2d, (4,)),
+            (BatchNorm3d, (5,)),
+        )
+        if _compat.is_code_of_batch_norm(getattr(torchs, INPUT_CHECK))
+    },
+}
+
+
+class InputCheck(property):
+    """A layer's method that torch's ``forward`` calls, where a program bound it before conversion.
+
+    As a property it comes before an attribute of the instance.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda layer: functools.partial(_called_check, layer), self.set, self.drop)
+
+    def __call__(self, layer: Any, input: Tensor) -> None:
+        """Do as the method of a class, called with a layer."""
+        _called_check(layer, input)
+
+    @staticmethod
+    def set(layer: Any, check: Any) -> None:
+        """Set the attribute of the instance; this method, which a program gives back, is none."""
+        vars(layer).pop(INPUT_CHECK, None)
+        if getattr(check, "func", None) is not _called_check:
+            vars(layer)[INPUT_CHECK] = check
+
+    @staticmethod
+    def drop(layer: Any) -> None:
+        """Delete the attribute of the instance."""
+        if vars(layer).pop(INPUT_CHECK, None) is None:
+            raise AttributeError(INPUT_CHECK)
+
+
+def _called_check(layer: "SyncBatchNorm", input: Tensor) -> None:
+    """Check where torch's ``forward`` runs, or where a program's own check calls this one."""
+    state = layer._syncbn
+    if state.inner_check is not None:
+        state.inner_check(layer, input)
+        return
+    if layer.training and state.reached is None:
+        warnings.warn(
+            f"torch's forward of {state.identity} was called, by its name or by a method that "
+            "was bound before conversion, and normalizes this rank's values by themselves; "
+            "call the layer",
+            stacklevel=3,
+        )
+    _own_check(layer, input)
+
+
+def _own_check(layer: "SyncBatchNorm", input: Tensor) -> None:
+    """Make the check that torch's layer would make: of the instance or of its class."""
+    own = vars(layer).get(INPUT_CHECK)
+    if own is None:
+        _class_check(layer, input)
+    else:
+        _run_check(layer, own, input, inner=_class_check)
+
+
+def _class_check(layer: "SyncBatchNorm", input: Tensor) -> None:
+    check: Any = type(layer)._check_input_dim
+    if check is CALLED_BY_TORCH:
+        check = layer._syncbn_original._check_input_dim
+    _run_check(layer, functools.partial(check, layer), input, inner=torchs_check)
+
+
+def _run_check(layer: "SyncBatchNorm", check: Any, input: Tensor, inner: Any) -> None:
+    state = layer._syncbn
+    before, state.inner_check = state.inner_check, inner
+    try:
+        check(input)
+    finally:
+        state.inner_check = before
+
+
+def torchs_check(layer: "SyncBatchNorm", input: Tensor) -> None:
+    """Make the check of the torch's class that the layer's class derives from."""
+    inherited: Any = super(SyncBatchNorm, layer)._check_input_dim
+    if inherited.__func__ is not BatchNormBase._check_input_dim:  # which only raises
+        inherited(input)
+    else:
+        BatchNorm._check_input_dim(layer, input)  # type: ignore[arg-type]
+
+
+# One for all classes: conversion puts it before the check of a user's class, too.
+CALLED_BY_TORCH: Any = InputCheck()
+
 
 class SyncBatchNorm(BatchNormBase):
     r"""Batch normalization with the statistics of the whole batch of a process group.
@@ -188,12 +285,12 @@ class SyncBatchNorm(BatchNormBase):
         tensor([0.2000, 0.3000])
     """
 
-    # The layer's state under one name, which no program takes by chance.
+    # The layer's state under one name, which no program takes by chance. It is set in ``__dict__``,
+    # by which no class's own __setattr__ or __delattr__ is called.
     _syncbn: LayerState
+    _check_input_dim = CALLED_BY_TORCH
     # The class that revert restores.
     _syncbn_original: type[BatchNormBase] = BatchNorm
-    # The numbers of dimensions that the layer accepts; None for two or more.
-    _syncbn_dims: tuple[int, ...] | None = None
     # Whether ``activation`` and ``negative_slope`` are our attributes, and not a user's class's.
     _syncbn_takes_activation = True
     # No defaults of the class, which would hide a module that is set in their place.
@@ -237,15 +334,15 @@ class SyncBatchNorm(BatchNormBase):
 
     @process_group.setter
     def process_group(self, given: ProcessGroup | DeviceMesh | None) -> None:
-        self._syncbn = self._syncbn.with_group(collectives.group_of_mesh(given))
+        self.__dict__["_syncbn"] = self._syncbn.with_group(collectives.group_of_mesh(given))
 
     def reset_parameters(self) -> None:
         """Set weight and bias to 1 and 0, and reset the running statistics."""
-        self.reset_running_stats()
-        if self.weight is not None:
+        if self.affine and self.bias is None:  # which torch before 2.12 does not know
+            self.reset_running_stats()
             nn.init.ones_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        else:
+            super().reset_parameters()
 
     def train(self, mode: bool = True) -> "Self":
         """Set the mode; a frozen layer stays in evaluation, see :func:`syncbn.freeze_statistics`.
@@ -256,7 +353,7 @@ class SyncBatchNorm(BatchNormBase):
         super().train(mode)
         frozen = self._syncbn.frozen
         if frozen is not None:
-            self._syncbn = self._syncbn.replaced(frozen={**frozen, "training": mode})
+            self.__dict__["_syncbn"] = self._syncbn.replaced(frozen={**frozen, "training": mode})
             self.training = False
         return self
 
@@ -310,6 +407,12 @@ class SyncBatchNorm(BatchNormBase):
             or type(negative_slope) is not float
         ):
             momentum, eps, negative_slope = map(plain_number, (momentum, eps, negative_slope))
+        check = self._syncbn_original._check_input_dim
+        has_own_check = (
+            check not in _DIMS
+            or INPUT_CHECK in self.__dict__
+            or type(self)._check_input_dim is not CALLED_BY_TORCH
+        )
         arguments = Arguments(
             weight,
             bias,
@@ -323,24 +426,16 @@ class SyncBatchNorm(BatchNormBase):
             residual,
             activation,
             negative_slope,
-            self._syncbn_dims,
+            None if has_own_check else _DIMS[check],
             mask,
         )
+        group = None if state.group is None or not training else self.process_group
+        if has_own_check:
+            check = functools.partial(_own_check, self)
+            functional.check_input(check, input, arguments, group, layer, training=training)
         if not training:
             return functional.evaluate(input, arguments, layer)
-        group = None if state.group is None else self.process_group
         return functional.train(input, arguments, group, layer, state.observe)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        """Check for torch's ``forward``, which runs where a program bound it before conversion."""
-        if self.training:
-            warnings.warn(
-                f"torch's forward of {self._syncbn.identity} was called, by a method that was "
-                "bound before conversion, and normalizes this rank's values by themselves; call "
-                "the layer",
-                stacklevel=3,
-            )
-        self._syncbn_original._check_input_dim(self, input)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""
@@ -394,7 +489,6 @@ class SyncBatchNorm1d(SyncBatchNorm, BatchNorm1d):
     """
 
     _syncbn_original = BatchNorm1d
-    _syncbn_dims = (2, 3)
 
 
 class SyncBatchNorm2d(SyncBatchNorm, BatchNorm2d):
@@ -411,7 +505,6 @@ class SyncBatchNorm2d(SyncBatchNorm, BatchNorm2d):
     """
 
     _syncbn_original = BatchNorm2d
-    _syncbn_dims = (4,)
 
 
 class SyncBatchNorm3d(SyncBatchNorm, BatchNorm3d):
@@ -428,7 +521,6 @@ class SyncBatchNorm3d(SyncBatchNorm, BatchNorm3d):
     """
 
     _syncbn_original = BatchNorm3d
-    _syncbn_dims = (5,)
 
 
 class SyncBatchNormAct(SyncBatchNorm):

@@ -7,8 +7,10 @@ from torch import nn
 
 from syncbn import _compat
 from syncbn._compat import BatchNormBase
+from syncbn.derived import cannot_take_its_place
 from syncbn.fusion import capture, graph_module, patterns
 from syncbn.fusion.tracer import TraceError
+from syncbn.layer_state import restored_on_error, set_class
 from syncbn.modules import ModuleT, SyncBatchNorm, SyncBatchNormAct
 from syncbn.ops import epilogue
 from syncbn.pickles import RECONSTRUCTIONS
@@ -71,9 +73,11 @@ def fuse_activations(model: ModuleT) -> ModuleT:
         ``model``.
 
     Raises:
-        TypeError: ``model`` is not a module.
-        ValueError: The model, or a module in it that contains layers, has been compiled. The model
-            is unchanged.
+        TypeError: ``model`` is not a module, or the class of a module whose code is to be fused
+            cannot be replaced.
+        ValueError: The model, or a module in it that contains layers, has been compiled.
+
+    The model is unchanged where an error is raised.
 
     Example:
         >>> from torch import nn
@@ -86,34 +90,46 @@ def fuse_activations(model: ModuleT) -> ModuleT:
     _check_not_compiled(model)
     plan = _Plan(model)
     classes = plan.fused_classes()  # before the first change, because it may raise
-    for neighbours in plan.neighbours:
-        layer = neighbours.layer
-        children = _compat.children(neighbours.parent)
-        activation = children[neighbours.name]
-        assert activation is not None
-        children[neighbours.name] = graph_module.FusedActivation(layer, activation)
-        layer.activation, layer.negative_slope = neighbours.activation
-    for module, cls in classes.items():
-        module.__class__ = cls  # type: ignore[assignment]
+    with restored_on_error(list(model.modules())):
+        for neighbours in plan.neighbours:
+            layer = neighbours.layer
+            children = _compat.children(neighbours.parent)
+            activation = children[neighbours.name]
+            assert activation is not None
+            children[neighbours.name] = graph_module.FusedActivation(layer, activation)
+            name, slope = neighbours.activation
+            vars(layer).update(activation=name, negative_slope=slope)
+        for module, cls in classes.items():
+            try:
+                set_class(module, cls)
+            except Exception as error:
+                name = next(name for name, found in model.named_modules() if found is module)
+                raise cannot_take_its_place(module, name, error) from error
     return model
 
 
-def _new_fused_module(cls: type[nn.Module], *arguments: Any) -> graph_module.FusedModule:
+def _new_fused_module(cls: type[nn.Module], *arguments: Any) -> nn.Module:
+    return _fused_later(cls.__new__(cls, *arguments))  # type: ignore[no-any-return]
+
+
+def _fused_later(module: Any) -> Any:
     """Return a copy of a fused module, before it gets its attributes."""
-    fused = graph_module.fused_class(cls, __setstate__=_set_state)
-    return fused.__new__(fused, *arguments)
+    if isinstance(module, nn.Module):
+        set_class(module, graph_module.fused_class(type(module), __setstate__=_set_state))
+    return module
 
 
 def _set_state(module: graph_module.FusedModule, state: Any) -> None:
     """Set the attributes of a copy, and fuse the layers that its own code calls."""
     super(graph_module.FusedModule, module).__setstate__(state)
-    module.__class__ = module._syncbn_original  # type: ignore[assignment]
+    set_class(module, module._syncbn_original)
     cls = _Plan(module).fused_classes().get(module)
     if cls is not None:
-        module.__class__ = cls
+        set_class(module, cls)
 
 
-RECONSTRUCTIONS["fused_module"] = _new_fused_module
+RECONSTRUCTIONS["fused_module"] = _new_fused_module  # of pickles before "fused"
+RECONSTRUCTIONS["fused"] = lambda make, arguments: _fused_later(make(*arguments))
 
 
 def explain_fusion(model: nn.Module) -> FusionReport:

@@ -5,7 +5,6 @@ with fused code runs a graph that calls the functions of this file. Its layers d
 because other code may call them too.
 """
 
-import copyreg
 import types
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from syncbn import _compat
+from syncbn.layer_state import reduce_as, set_class
 from syncbn.modules import SyncBatchNorm
 from syncbn.ops import epilogue
 from syncbn.pickles import RECONSTRUCTIONS, _reconstruct
@@ -38,7 +38,7 @@ class FusedActivation(nn.Identity):
 
     def _syncbn_undo(self) -> nn.Module:
         layer, activation, negative_slope = self.fused
-        layer.activation, layer.negative_slope = None, negative_slope
+        vars(layer).update(activation=None, negative_slope=negative_slope)
         return activation.train(self.training)
 
 
@@ -84,8 +84,12 @@ def normalize_add_activate(
     output = layer(input)
     if sum == "layer += addend":
         output += addend
+    elif sum == "layer + addend":
+        output = output + addend
+    elif sum == "addend + layer":
+        output = addend + output
     else:
-        output = output + addend if sum == "layer + addend" else addend + output
+        raise ValueError(f"expected a sum of layer and addend, but got {sum!r}")
     return _activate(output, activation)
 
 
@@ -133,14 +137,15 @@ class FusedModule(nn.Module):
         """Call no base class, which may keep a list of the subclasses that a program defines."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(max(protocol, 2))
+        """Reduce as the original class does; what a pickle makes of that is fused again."""
+        reduced = reduce_as(self, self._syncbn_original, protocol)
+        if isinstance(reduced, str):  # the name of an object that exists
+            return reduced
         make, arguments, *state = reduced
-        if make is not copyreg.__newobj__:  # type: ignore[attr-defined]
-            return reduced  # the original class has its own way
-        return _reconstruct, ("fused_module", self._syncbn_original, *arguments[1:]), *state
+        return _reconstruct, ("fused", make, arguments), *state
 
     def _syncbn_undo(self) -> nn.Module:
-        self.__class__ = self._syncbn_original  # type: ignore[assignment]
+        set_class(self, self._syncbn_original)
         return self
 
 

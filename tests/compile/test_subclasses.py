@@ -82,3 +82,19 @@ def test_class_that_normalizes_by_itself_is_named_when_it_is_compiled():
         call(x)
     call(x)
     assert model[0].num_batches_tracked == 2
+
+
+class Square(nn.BatchNorm2d):
+    def _check_input_dim(self, input):
+        super()._check_input_dim(input)
+        if input.size(2) != input.size(3):
+            raise ValueError("expected a square")
+
+
+def test_check_of_the_class_is_compiled():
+    model, x = convert_sync_batchnorm(nn.Sequential(Square(3))), torch.rand(2, 3, 4, 4)
+    call = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(call(x), model(x))  # float32 rounding
+    call = torch.compile(model, backend="eager")
+    with pytest.raises(ValueError, match=r"expected a square \[layer '0'\]"):
+        call(x[..., :2])

@@ -7,7 +7,7 @@ import zipfile
 
 import pytest
 import torch
-from support.pickled import DATA, KINDS, write
+from support.pickled import DATA, KINDS, Residual, write
 from torch import nn
 
 import syncbn
@@ -76,7 +76,7 @@ def test_new_pickles_name_what_the_saved_ones_do(kind, tmp_path):
     assert globals_of(tmp_path / "new.pt") == globals_of(DATA / f"{kind}.pt") != set()
 
 
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_pickles_of_any_protocol_name_no_private_path(kind, protocol):
     assert not private_paths(pickle.dumps(KINDS[kind](), protocol))
@@ -91,6 +91,20 @@ def test_timms_layer_names_no_private_path():
     loaded = pickle.loads(code)
     assert type(loaded) is type(layer)
     torch.testing.assert_close(loaded(x), layer(x))  # float32 rounding
+
+
+class Reduced(Residual):
+    def __reduce__(self):
+        return type(self), (), vars(self)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, pickle.HIGHEST_PROTOCOL])
+def test_fused_module_with_its_own_way_to_be_pickled(protocol):
+    model = syncbn.fuse_activations(syncbn.convert_sync_batchnorm(nn.Sequential(Reduced())))
+    loaded, x = pickle.loads(pickle.dumps(model, protocol)), torch.rand(3, 2, 2, 2)
+    assert type(loaded[0]).__name__ == type(model[0]).__name__ == "FusedReduced"
+    assert torch.equal(loaded(x), model(x))
+    assert type(syncbn.revert_sync_batchnorm(loaded)[0]) is Reduced
 
 
 def test_kind_of_a_later_version_is_an_error_that_says_so():

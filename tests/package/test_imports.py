@@ -39,9 +39,9 @@ OWN_NAMES = {
     "_fields",
     "_reconstruct",
     "_replace",
+    "_slotnames",  # of copyreg, by which pickle finds the slots of a class
     "_syncbn",
     "_syncbn_code",
-    "_syncbn_dims",
     "_syncbn_forward",
     "_syncbn_original",
     "_syncbn_takes_activation",

@@ -68,7 +68,18 @@ def fused_module():
     return fuse_activations(convert_sync_batchnorm(nn.Sequential(Residual())))
 
 
-MAKERS = (built, converted, derived, frozen, reverted, fused_activation, fused_module)
+def converted_subclass():  # as derived, in a later format
+    return derived()
+
+
+def fused_code():  # as fused_module, in a later format
+    return fused_module()
+
+
+MAKERS = (
+    *(built, converted, derived, frozen, reverted, fused_activation, fused_module),
+    *(converted_subclass, fused_code),
+)
 KINDS = {make.__name__: make for make in MAKERS}
 
 
