@@ -14,10 +14,10 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn import _compat
 from syncbn._compat import BatchNormBase
-from syncbn.derived import EPILOGUE, SYNCHRONIZED, has_own_methods, sync_class
+from syncbn.derived import SYNCHRONIZED, cannot_take_its_place, has_own_methods, sync_class
 from syncbn.distributed import collectives, groups
 from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
-from syncbn.layer_state import LayerState
+from syncbn.layer_state import EPILOGUE, LayerState, restored_on_error, set_class
 from syncbn.modules import BatchNorm, ModuleT, SyncBatchNorm
 
 Layers = list[tuple[str, nn.Module]]  # with their names in the model
@@ -59,7 +59,12 @@ def convert_sync_batchnorm(
     names the layer when it first trains. ``torch.nn.SyncBatchNorm`` becomes
     :class:`syncbn.SyncBatchNorm`; timm's ``BatchNormAct2d`` and ``SyncBatchNormAct`` keep their
     activation. Conversion skips a layer that holds another one, and normalizes a part of its input
-    by that, with all its children; it skips scripted modules too. A warning names each.
+    by that, with all its children; it skips scripted modules too. A warning names each. A
+    ``forward`` of torch's that the program has bound before, and does not keep as an attribute of a
+    module, warns when it trains; one of a subclass that computes by itself does not.
+
+    Converted layers are copied and pickled as those of their class, and ``type(layer)(...)`` takes
+    the arguments of that. The class that conversion has made cannot be pickled itself.
 
     Convert a model as a whole. A layer gets its name in ``module``, and by the names ranks notice
     that they run layers in another order: layers that are converted one by one have none.
@@ -77,7 +82,7 @@ def convert_sync_batchnorm(
 
     Raises:
         TypeError: ``module`` is not a module, ``process_group`` not a group or ``group_size`` not a
-            number; the class of a layer does not let a class derive from it.
+            number; the class of a layer does not let a class derive from it, or take its place.
         ValueError: A lazy layer does not know its number of channels yet, or ``fuse_modules_qat``
             has been called and ``prepare_qat`` not yet; ``group_size`` together with
             ``process_group``, no divisor of the number of ranks, not the same on all of them, or
@@ -108,50 +113,54 @@ def convert_sync_batchnorm(
                 "channels yet; run one batch through the model before converting it"
             )
     _check_not_awaiting_quantization(layers)
-    classes = [sync_class(layer, name) for name, layer in layers]  # before anything is changed
-    for (name, layer), cls in zip(layers, classes, strict=True):
-        if isinstance(layer, SyncBatchNorm):
-            if name:
-                layer._syncbn = layer._syncbn.with_name(name)
-            if process_group is not None:
-                layer.process_group = process_group
-        elif cls is not None:
-            _synchronize(layer, cls, name, process_group)
-    _bind_forward_again(layers)
-    for name, layer in skipped:
-        consequence = "stays torch's" if _is_synchronized(layer) else "does not synchronize"
-        warnings.warn(_skip_message(layer, name, consequence), stacklevel=2)
-    converted = {base for cls in classes if cls is not None for base in cls.__mro__}
-    for torchs in SYNCHRONIZED:
-        if torchs in converted and not _compat.is_code_of_batch_norm(torchs.forward):
-            warnings.warn(
-                f"torch.nn.{torchs.__name__}.forward is not torch's own, but {torchs.forward!r}; "
-                "converted layers do not run it",
-                stacklevel=2,
-            )
+    classes = [sync_class(layer, name) for name, layer in layers]
+    with restored_on_error(layer for _, layer in layers):
+        for (name, layer), cls in zip(layers, classes, strict=True):
+            try:
+                _synchronize(layer, cls, name, process_group)
+            except Exception as error:
+                raise cannot_take_its_place(layer, name, error) from error
+        _bind_forward_again(layers)
+        for name, layer in skipped:
+            consequence = "stays torch's" if _is_synchronized(layer) else "does not synchronize"
+            warnings.warn(_skip_message(layer, name, consequence), stacklevel=2)
+        converted = {base for cls in classes if cls is not None for base in cls.__mro__}
+        for torchs in SYNCHRONIZED:
+            if torchs in converted and not _compat.is_code_of_batch_norm(torchs.forward):
+                warnings.warn(
+                    f"torch.nn.{torchs.__name__}.forward is not torch's own, but "
+                    f"{torchs.forward!r}; converted layers do not run it",
+                    stacklevel=2,
+                )
     return module
 
 
 def _synchronize(
-    layer: nn.Module, cls: type[SyncBatchNorm], name: str, group: ProcessGroup | None
+    layer: nn.Module, cls: type[SyncBatchNorm] | None, name: str, group: ProcessGroup | None
 ) -> None:
-    """Make a layer one of class ``cls``."""
-    held = vars(layer).get("process_group")
-    if isinstance(layer, TorchSyncBatchNorm):
-        del layer.__dict__["process_group"]
-    layer.__class__ = cls  # type: ignore[assignment]
-    state = LayerState(name).with_group(held if group is None else group)
-    layer._syncbn = state  # type: ignore[assignment]
-    if cls._syncbn_takes_activation:
-        for attribute, value in EPILOGUE.items():
-            layer.__dict__.setdefault(attribute, value)
+    """Make a layer one of class ``cls``; give one that synchronizes already its name and group."""
+    attributes = vars(layer)
+    if isinstance(layer, SyncBatchNorm):
+        state = layer._syncbn.with_name(name) if name else layer._syncbn
+        attributes["_syncbn"] = state if group is None else state.with_group(group)
+    elif cls is not None:
+        held = attributes.get("process_group")
+        if isinstance(layer, TorchSyncBatchNorm):
+            del attributes["process_group"]
+        set_class(layer, cls)
+        attributes["_syncbn"] = LayerState(name).with_group(held if group is None else group)
+        if cls._syncbn_takes_activation:
+            for attribute, value in EPILOGUE.items():
+                attributes.setdefault(attribute, value)
 
 
 def _bind_forward_again(layers: Layers) -> None:
     """Renew the attributes of modules that hold a layer's ``forward``, bound with its old code."""
     for _, module in layers:
         for attribute, value in vars(module).items():
-            if isinstance(value, types.MethodType) and value.__name__ == "forward":
+            # A method of a callable object may have no name.
+            is_method = isinstance(value, types.MethodType)
+            if is_method and getattr(value, "__name__", "") == "forward":
                 layer = value.__self__
                 if isinstance(layer, BatchNormBase) and attribute != "forward":
                     module.__dict__[attribute] = layer.forward
@@ -181,9 +190,10 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
         ``module``.
 
     Raises:
-        TypeError: ``module`` is not a module.
-        ValueError: A module whose code is fused has been compiled by itself. Nothing has been
-            changed then.
+        TypeError: ``module`` is not a module, or a layer cannot get its class back.
+        ValueError: A module whose code is fused has been compiled by itself.
+
+    Nothing has been changed where an error is raised.
 
     Example:
         >>> from torch import nn
@@ -202,31 +212,41 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
                 f"the module {name!r} has been fused and then compiled by itself, so that its old "
                 "code would go on to run; revert the model first and compile after that"
             )
-    _undo_fusion(module)
-    for _, layer in layers:
-        if isinstance(layer, SyncBatchNorm):
-            _desynchronize(layer)
-        elif isinstance(layer, TorchSyncBatchNorm):
-            layer.__dict__.pop("process_group", None)
-            layer.__dict__.update(EPILOGUE)
-            layer.__class__ = BatchNorm  # type: ignore[assignment]
-    _bind_forward_again(layers)
-    for name, layer in skipped:
-        warnings.warn(_skip_message(layer, name, "still synchronizes"), stacklevel=2)
+    with restored_on_error(list(module.modules())):
+        _undo_fusion(module)
+        for name, layer in layers:
+            try:
+                _desynchronize(layer)
+            except Exception as error:
+                raise TypeError(
+                    f"the layer {name!r} is a {type(layer).__name__} and cannot get its class "
+                    f"back: {type(error).__name__}: {error}"
+                ) from error
+        _bind_forward_again(layers)
+        for name, layer in skipped:
+            warnings.warn(_skip_message(layer, name, "still synchronizes"), stacklevel=2)
     return module
 
 
-def _desynchronize(layer: SyncBatchNorm) -> None:
+def _desynchronize(layer: nn.Module) -> None:
     """Give a layer the class that it had before conversion, or that of a reverted layer."""
-    cls = layer._syncbn_original
-    if layer._syncbn_takes_activation:
-        if layer.activation is not None:
-            cls = BatchNorm
-        elif cls is not BatchNorm:
-            for attribute in EPILOGUE:
-                layer.__dict__.pop(attribute, None)
-    del layer._syncbn
-    layer.__class__ = cls  # type: ignore[assignment]
+    attributes = vars(layer)
+    cls: type[BatchNormBase] = BatchNorm
+    if isinstance(layer, SyncBatchNorm):
+        cls = layer._syncbn_original
+        if layer._syncbn_takes_activation:
+            if layer.activation is not None:
+                cls = BatchNorm
+            elif cls is not BatchNorm:
+                for attribute in EPILOGUE:
+                    attributes.pop(attribute, None)
+        del attributes["_syncbn"]
+    elif isinstance(layer, TorchSyncBatchNorm):
+        attributes.pop("process_group", None)
+        attributes.update(EPILOGUE)
+    else:
+        return
+    set_class(layer, cls)
 
 
 def _undo_of(module: nn.Module | None) -> Callable[[Any], nn.Module] | None:

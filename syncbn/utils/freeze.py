@@ -70,7 +70,7 @@ def freeze_statistics(model: nn.Module, affine: bool = False) -> None:
         else:
             frozen = {"training": before["training"]}
             _set_flags(layer, before)
-        layer._syncbn = layer._syncbn.replaced(frozen=frozen)
+        layer.__dict__["_syncbn"] = layer._syncbn.replaced(frozen=frozen)
         layer.training = False
 
 
@@ -99,7 +99,7 @@ def unfreeze_statistics(model: nn.Module) -> None:
     for layer in layers_of(model).values():
         before = layer._syncbn.frozen
         if before is not None:
-            layer._syncbn = layer._syncbn.replaced(frozen=None)
+            layer.__dict__["_syncbn"] = layer._syncbn.replaced(frozen=None)
             layer.training = before["training"]
             _set_flags(layer, before)
 

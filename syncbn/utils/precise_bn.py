@@ -323,12 +323,12 @@ def _observed(
     modes = {name: layer.training for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
-            layer._syncbn = layer._syncbn.replaced(observe=populations[name].add)
+            layer.__dict__["_syncbn"] = layer._syncbn.replaced(observe=populations[name].add)
             layer.training = True
         yield
     finally:
         for name, layer in layers.items():
-            layer._syncbn = layer._syncbn.replaced(observe=None)
+            layer.__dict__["_syncbn"] = layer._syncbn.replaced(observe=None)
             layer.training = modes[name]
 
 

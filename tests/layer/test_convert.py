@@ -14,6 +14,7 @@ from support.cases import make_input
 from torch import nn
 
 import syncbn.convert
+import syncbn.fusion.fuse
 from syncbn import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -21,6 +22,7 @@ from syncbn import (
     SyncBatchNorm3d,
     convert_sync_batchnorm,
     freeze_statistics,
+    fuse_activations,
     revert_sync_batchnorm,
     unfreeze_statistics,
 )
@@ -266,6 +268,107 @@ def test_model_that_awaits_prepare_qat_is_an_error_and_nothing_is_changed():
 def test_layers_of_a_compiled_model_are_converted():
     model = torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend="eager")
     assert type(convert_sync_batchnorm(model).get_submodule("_orig_mod.0")) is SyncBatchNorm1d
+
+
+class Locked(nn.BatchNorm2d):
+    """Lets nobody set or delete an attribute."""
+
+    def __setattr__(self, name, value):
+        if "locked" in vars(self):
+            raise AttributeError(f"no setting {name}")
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name):
+        raise AttributeError(f"no deleting {name}")
+
+
+def test_layer_that_lets_nobody_set_attributes():
+    layer = Locked(3)
+    vars(layer)["locked"] = True
+    model = fuse_activations(convert_sync_batchnorm(nn.Sequential(layer, nn.ReLU())))
+    assert isinstance(layer, SyncBatchNorm) and layer.activation == "relu"
+    model(torch.rand(2, 3, 4, 4))
+    revert_sync_batchnorm(model)
+    assert type(layer) is Locked and vars(layer).keys() == {*vars(nn.BatchNorm2d(3)), "locked"}
+
+
+class Fixed(nn.BatchNorm2d):
+    """Lets nobody set its class, once it is complete."""
+
+    @property
+    def __class__(self):
+        return Fixed
+
+
+class Unreadable(nn.BatchNorm2d):
+    @property
+    def activation(self):
+        raise ValueError("not yet")
+
+
+def held(model):
+    modules = [*model.modules()]
+    return [(type(m), dict(vars(m)), dict(m._modules)) for m in modules]
+
+
+@pytest.mark.parametrize(("cls", "why"), [(Fixed, "no setter"), (Unreadable, "not yet")])
+def test_conversion_that_fails_half_way_changes_nothing_and_names_the_layer(cls, why):
+    model = nn.Sequential(SyncBatchNorm(3), nn.BatchNorm2d(3), nn.Sequential(cls(3)))
+    model.bound = model[1].forward
+    before = held(model)
+    with pytest.raises(TypeError, match=rf"layer '2\.0' is a {cls.__name__}, and no .*{why}"):
+        convert_sync_batchnorm(model)
+    assert held(model) == before
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.norm(x).relu()
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("why")], ids=repr)
+@pytest.mark.parametrize(
+    "change", [convert_sync_batchnorm, revert_sync_batchnorm, fuse_activations]
+)
+def test_change_that_fails_half_way_changes_nothing(monkeypatch, change, error):
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()), Block(), Block())
+    if change is not convert_sync_batchnorm:
+        convert_sync_batchnorm(model)
+    if change is revert_sync_batchnorm:
+        fuse_activations(model)
+    module = syncbn.fusion.fuse if change is fuse_activations else syncbn.convert
+    original, calls = module.set_class, []
+
+    def set_class(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise error
+        original(*arguments)
+
+    monkeypatch.setattr(module, "set_class", set_class)
+    before = held(model)
+    if isinstance(error, KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt):
+            change(model)
+    else:
+        name = "2" if change is fuse_activations else "1.norm"
+        with pytest.raises(TypeError, match=rf"the layer '{name}' is a \w+,? and .*: why"):
+            change(model)
+    assert held(model) == before
+
+
+@pytest.mark.filterwarnings("error")
+def test_warning_that_is_an_error_leaves_the_model_as_it_was():
+    model = nn.Sequential(nn.BatchNorm2d(3), Locked(3))
+    model[1].forward = lambda input: input
+    before = held(model)
+    with pytest.raises(UserWarning, match="'1' is a Locked"):
+        convert_sync_batchnorm(model)
+    assert held(model) == before
 
 
 @pytest.fixture(params=["import first", "swap first"])
