@@ -170,21 +170,24 @@ def backward(ctx: Any, grad_output: Tensor, step: Pass) -> Gradients:
     ``ctx`` is the context of :meth:`SyncBatchNormFunction.forward`. The collective is made even if
     the input needs no gradient: it may need one on other ranks, which would wait for this rank.
     """
-    # Read once: a checkpoint recomputes the tensors at each access.
-    input, weight, mean, invstd, count, mask, *source = ctx.saved_tensors
+    step.input = grad_output
+    try:
+        # Read once: a checkpoint recomputes the tensors at each access.
+        input, weight, mean, invstd, count, mask, *source = ctx.saved_tensors
+    except Exception as error:  # they were changed in place, or a hook did not bring them back
+        raise step.abort_before(error) from error.__cause__
     derivative = EpilogueGradient(ctx.activation, ctx.negative_slope, *source) if source else None
     step.input = input
-    # Inside a backward pass, gradients are recorded exactly under create_graph=True.
-    is_differentiated = torch.is_grad_enabled()
     if grad_output.layout is not torch.strided:
-        if is_differentiated:  # its collectives have other sizes than an abort
-            step = Pass(None, ctx.layer, "backward")
         with step:
             checks.check_dense("grad_output", grad_output)
-    if is_differentiated:
-        return _differentiable_backward(
-            ctx, grad_output, step, (input, weight, mean, mask), derivative
-        )
+    # Inside a backward pass, gradients are recorded exactly under create_graph=True.
+    if torch.is_grad_enabled():
+        recomputes = derivative is not None and derivative.activation not in FROM_OUTPUT
+        with sync.SumsOverRanks(step, 5 if recomputes else 3) as total:
+            return _differentiable_backward(
+                ctx, grad_output, total, (input, weight, mean, mask), derivative
+            )
     needs_grad_input = ctx.needs_input_grad[0]
     stores_dz = derivative is not None and derivative.is_stored(input)
     dtypes = (
@@ -236,13 +239,12 @@ def backward(ctx: Any, grad_output: Tensor, step: Pass) -> Gradients:
 def _differentiable_backward(
     ctx: Any,
     grad_output: Tensor,
-    step: Pass,
+    total: Callable[[Tensor], Tensor],
     saved: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
     derivative: EpilogueGradient | None,
 ) -> Gradients:
-    """Do as :func:`backward`, in expressions that autograd records; three all-reduces or more."""
+    """Do as :func:`backward`, in expressions that autograd records: three all-reduces or five."""
     input, weight, mean, mask = saved
-    total = sync.sum_of(step.group, step.layer)
     dz = grad_output if mask is None else masks.clear(grad_output, mask)
     if derivative is not None:
         if derivative.activation not in FROM_OUTPUT:

@@ -53,6 +53,8 @@ _RECORDING_MODES = (
 
 # Within it tensors of subclasses are handled as plain ones.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
+# Within it no ``__torch_function__`` runs, of a subclass or of a mode.
+without_overrides = torch._C.DisableTorchFunction
 
 
 def is_exporting() -> bool:

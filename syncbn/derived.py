@@ -27,7 +27,7 @@ from syncbn.modules import (
     SyncBatchNorm2d,
     SyncBatchNorm3d,
     SyncBatchNormAct,
-    fx_leaf,
+    entry,
     torchs_check,
 )
 from syncbn.pickles import RECONSTRUCTIONS, _reconstruct
@@ -155,24 +155,29 @@ def _converted_copy(method: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
+def _has_reached_ours(layer: Any, _: Exception) -> bool:
+    """Whether the forward of a user's class, which has raised, had called ours."""
+    state = layer._syncbn
+    reached, state.reached = state.reached, None
+    return bool(reached)
+
+
 def _checked_forward(
     original: type[nn.Module], derived: type[SyncBatchNorm]
 ) -> Callable[..., Tensor]:
     """Return the class's forward, which warns in training if it does not reach ours."""
 
-    @fx_leaf
+    @functools.partial(entry, has_begun=_has_reached_ours)
     @functools.wraps(original.forward)
     def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         state = layer._syncbn
         if _compat.is_exporting():  # which refuses side effects
             return super(derived, layer).forward(*args, **kwargs)
         state.reached = False
-        try:
-            output = super(derived, layer).forward(*args, **kwargs)
-            if layer.training and not state.reached:
-                _warn_of_local_statistics(original.__name__, state.identity.name)
-        finally:
-            state.reached = None
+        output = super(derived, layer).forward(*args, **kwargs)
+        if layer.training and not state.reached:
+            _warn_of_local_statistics(original.__name__, state.identity.name)
+        state.reached = None
         return output
 
     return forward

@@ -1,6 +1,7 @@
 """sync_batch_norm(), and the choice among evaluation, training, and training in a graph."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.fx
@@ -194,9 +195,8 @@ def train(
     # function again, with subclasses taken as plain tensors, and makes the output a subclass.
     operands = (input, *arguments[:5], arguments.residual, arguments.mask)
     if torch.overrides.has_torch_function(operands):
-        return torch.overrides.handle_torch_function(  # type: ignore[no-any-return]
-            train, operands, input, arguments, process_group, layer, observe
-        )
+        call = (input, arguments, process_group, layer, observe)
+        return _call_override(operands, call, group)
     identity = identity_of(layer)
     if group is None:
         step = Pass(None, identity, _compat.forward_direction(), input, arguments)
@@ -208,6 +208,22 @@ def train(
             raise errors.with_layer_and_rank(error, identity, group) from None
     step = Pass(group, identity, _compat.forward_direction(), input, arguments)
     return _autograd.train(input, arguments, step, observe)
+
+
+def _call_override(operands: Any, call: tuple[Any, ...], group: ProcessGroup | None) -> Tensor:
+    """Let the ``__torch_function__`` of a subclass or a mode do as :func:`train`."""
+    state = None if group is None else protocol.group_state(group)
+    num_passes = 0 if state is None else state.store.num_passes
+    try:
+        return torch.overrides.handle_torch_function(  # type: ignore[no-any-return]
+            train, operands, *call
+        )
+    except Exception as error:
+        if state is None or state.store.num_passes != num_passes:
+            raise
+        input, arguments, _, layer, _ = call
+        step = Pass(group, identity_of(layer), _compat.forward_direction(), input, arguments)
+        raise step.abort(error) from error.__cause__
 
 
 torch.fx.wrap("train")  # symbolic tracing records the call

@@ -38,7 +38,7 @@ class LayerState:
         # Whether a compiled graph can hold the group. Decided before torch.compile traces, which
         # refuses code that looks at a group without a name.
         self.fits_graph = True
-        # While the forward of a user's class runs: whether it has called ours.
+        # While the forward of a user's class runs: whether it has called ours, or has failed.
         self.reached: bool | None = None
         # While a program's own check of the input runs: the check that it may call.
         self.inner_check: Callable[[Any, Tensor], None] | None = None

@@ -3,6 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
@@ -33,12 +34,21 @@ ForwardT = TypeVar("ForwardT", bound=Callable[..., Any])
 is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 
-def fx_leaf(forward: ForwardT) -> ForwardT:
-    """Make a layer a leaf module of symbolic tracing: its call is one node, as with torch's layers.
+def _has_begun(layer: Any, error: Exception) -> bool:
+    names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
+    return "_syncbn_forward" in names or "_syncbn_activate" in names
 
-    The traced model then follows train() and eval(), and conversion finds its layers. The tracer
-    enters the layer in three cases: the layer is the root of the traced model, its ``forward`` is
-    another function, or it has hooks, which the tracer runs and the node would run again.
+
+def entry(forward: ForwardT, has_begun: Callable[[Any, Exception], bool] = _has_begun) -> ForwardT:
+    """Return the ``forward`` of a layer, at which its calls arrive.
+
+    A layer is a leaf module of symbolic tracing: its call is one node, as with torch's layers. The
+    traced model then follows train() and eval(), and conversion finds its layers. The tracer enters
+    the layer in three cases: the layer is the root of the traced model, its ``forward`` is another
+    function, or it has hooks, which the tracer runs and the node would run again.
+
+    An exception aborts the layer's pass, unless ``has_begun(layer, exception)`` tells that the code
+    of the pass was reached, which does so itself.
     """
     proxy = torch.fx.Proxy
 
@@ -51,7 +61,12 @@ def fx_leaf(forward: ForwardT) -> ForwardT:
             if runs_this and tracer.root is not layer and not _compat.has_forward_hooks(layer):
                 name = tracer.path_of_module(layer)
                 return tracer.create_proxy("call_module", name, args, kwargs)
-        return forward(layer, *args, **kwargs)
+        try:
+            return forward(layer, *args, **kwargs)
+        except Exception as error:
+            if torch.compiler.is_compiling() or has_begun(layer, error):
+                raise
+            raise layer._syncbn_failed(error, first) from error.__cause__
 
     return leaf_forward  # type: ignore[return-value]
 
@@ -364,7 +379,7 @@ class SyncBatchNorm(BatchNormBase):
             return text
         return text + epilogue.describe(self.activation, self.negative_slope)
 
-    @fx_leaf
+    @entry
     def forward(
         self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
@@ -395,40 +410,45 @@ class SyncBatchNorm(BatchNormBase):
             return _run_uncompiled(  # type: ignore[no-any-return]
                 self, input, residual, activation, negative_slope, mask
             )
-        weight, bias, running_mean, running_var, counter = _compat.vectors_of(self)
-        if not training:
-            counter = None
-        elif not self.track_running_stats:
-            running_mean = running_var = counter = None
-        momentum, eps = self.momentum, self.eps
-        if (
-            type(momentum) is not float
-            or type(eps) is not float
-            or type(negative_slope) is not float
-        ):
-            momentum, eps, negative_slope = map(plain_number, (momentum, eps, negative_slope))
-        check = self._syncbn_original._check_input_dim
-        has_own_check = (
-            check not in _DIMS
-            or INPUT_CHECK in self.__dict__
-            or type(self)._check_input_dim is not CALLED_BY_TORCH
-        )
-        arguments = Arguments(
-            weight,
-            bias,
-            running_mean,
-            running_var,
-            counter,
-            # Without a counter there is no cumulative average; torch then leaves the statistics.
-            0.0 if momentum is None and counter is None else momentum,
-            eps,
-            self.num_features,
-            residual,
-            activation,
-            negative_slope,
-            None if has_own_check else _DIMS[check],
-            mask,
-        )
+        try:
+            weight, bias, running_mean, running_var, counter = _compat.vectors_of(self)
+            if not training:
+                counter = None
+            elif not self.track_running_stats:
+                running_mean = running_var = counter = None
+            momentum, eps = self.momentum, self.eps
+            if (
+                type(momentum) is not float
+                or type(eps) is not float
+                or type(negative_slope) is not float
+            ):
+                momentum, eps, negative_slope = map(plain_number, (momentum, eps, negative_slope))
+            check = self._syncbn_original._check_input_dim
+            has_own_check = (
+                check not in _DIMS
+                or INPUT_CHECK in self.__dict__
+                or type(self)._check_input_dim is not CALLED_BY_TORCH
+            )
+            arguments = Arguments(
+                weight,
+                bias,
+                running_mean,
+                running_var,
+                counter,
+                # Without a counter there is no cumulative average; torch leaves the statistics.
+                0.0 if momentum is None and counter is None else momentum,
+                eps,
+                self.num_features,
+                residual,
+                activation,
+                negative_slope,
+                None if has_own_check else _DIMS[check],
+                mask,
+            )
+        except Exception as error:  # an attribute was deleted, or a parametrization raises
+            if torch.compiler.is_compiling():
+                raise
+            raise self._syncbn_failed(error, input) from error.__cause__
         group = None if state.group is None or not training else self.process_group
         if has_own_check:
             check = functools.partial(_own_check, self)
@@ -436,6 +456,24 @@ class SyncBatchNorm(BatchNormBase):
         if not training:
             return functional.evaluate(input, arguments, layer)
         return functional.train(input, arguments, group, layer, state.observe)
+
+    def _syncbn_failed(self, error: Exception, input: object) -> Exception:
+        """Abort the pass that the layer would begin; return the error with the layer and rank."""
+        state = self._syncbn
+        if not self.training or isinstance(input, torch.fx.Proxy):
+            return error
+        try:
+            group = None if state.group is None else state.group.get()
+            group = collectives.resolve_group(group)
+        except (TypeError, ValueError):  # this rank has no group that could wait for it
+            return error
+        if group is None:
+            return error
+        if state.reached is False:
+            state.reached = True  # and has failed
+        step = sync.Pass(group, state.identity, _compat.forward_direction(), input)
+        step.channels = vars(self).get("num_features")
+        return step.abort(error)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""
@@ -529,7 +567,7 @@ class SyncBatchNormAct(SyncBatchNorm):
     drop: nn.Module
     act: nn.Module
 
-    @fx_leaf
+    @entry
     def forward(
         self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:
@@ -537,7 +575,10 @@ class SyncBatchNormAct(SyncBatchNorm):
         fused = self.fused_activation()
         if fused is not None:
             return self._syncbn_forward(input, residual, *fused, mask)
-        output: Tensor = self.act(self.drop(super().forward(input, residual, mask=mask)))
+        return self._syncbn_activate(super().forward(input, residual, mask=mask), mask)
+
+    def _syncbn_activate(self, output: Tensor, mask: Tensor | None) -> Tensor:
+        output = self.act(self.drop(output))
         # An activation may change zeros.
         return output if mask is None else masks.clear(output, masks.as_positions(mask, output))
 

@@ -1,5 +1,7 @@
 """The texts of errors between ranks."""
 
+from traceback import walk_tb
+
 import torch
 
 from syncbn import ops
@@ -23,6 +25,13 @@ def with_layer_and_rank(error: Exception, layer: Identity, group: ProcessGroup |
     if not known or type(error) not in _REWRITTEN:
         return error
     return type(error)(f"{error} [{known}]")
+
+
+def is_of_pass(error: Exception) -> bool:
+    """Whether an error that other code raised, called from here, has come through our code."""
+    traceback = error.__traceback__
+    frames = [] if traceback is None else [*walk_tb(traceback.tb_next)]
+    return any(frame.f_globals.get("__name__", "").startswith("syncbn.") for frame, _ in frames)
 
 
 def of_operator(error: Exception, record: PassRecord, *, others_know: bool = True) -> Exception:

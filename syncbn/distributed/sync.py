@@ -9,7 +9,6 @@ A pass uses protocol.py to agree with the other ranks, and abort.py if this rank
     output, *_ = ops.batch_norm_apply(input, totals, ..., *step.expectation(totals))
 """
 
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -35,6 +34,8 @@ class Pass:
 
     # The record of the pass in its group; None without a group.
     record: PassRecord | None = None
+    # C, where neither the input nor the arguments tell it.
+    channels: int | None = None
 
     def __init__(
         self,
@@ -84,24 +85,37 @@ class Pass:
 
     def abort(self, error: Exception) -> Exception:
         """Abort the pass because of an error; return it with the layer and the rank."""
-        if self._arguments is not None:
-            error = checks.explain(error, self.input, self._arguments)
-        if self.record is not None:
-            abort.abort_pass(error, self.record.state, *self._size_and_device())
+        with _compat.without_overrides():  # which may have raised it
+            if self._arguments is not None:
+                error = checks.explain(error, self.input, self._arguments)
+            if self.record is not None:
+                abort.abort_pass(error, self.record.state, *self._size_and_device())
         return errors.with_layer_and_rank(error, self.layer, self.group)
+
+    def abort_before(self, error: Exception) -> Exception:
+        """Do as :meth:`abort`, because of an error of other code that this rank runs before it.
+
+        That code may make passes: an error that comes from one of them is returned as it is,
+        because the other ranks know it or wait for something else.
+        """
+        if self.record is None or errors.is_of_pass(error):
+            return error
+        if self.record.state.last.direction == "recomputation":  # ended by the error, at any layer
+            self.input = None
+        return self.abort(error)
 
     def _size_and_device(self) -> tuple[int | None, torch.device | None]:
         """Return the size and the device of this rank's message, None if they are not known."""
         input, arguments = self.input, self._arguments
         vectors = [] if arguments is None else [*arguments.vectors]
         tensors = [tensor for tensor in (*vectors, input) if isinstance(tensor, Tensor)]
-        channels = None if arguments is None else arguments.num_features
+        channels = self.channels if arguments is None else arguments.num_features
         if channels is None:
             sizes = [v.size(0) for v in vectors if isinstance(v, Tensor) and v.dim() == 1]
             if isinstance(input, Tensor) and input.dim() > 1 and not input.is_nested:
                 sizes.append(input.size(1))
             channels = sizes[0] if sizes else None
-        size = None if channels is None else protocol.size_of(channels)
+        size = protocol.size_of(channels) if isinstance(channels, int) else None
         return size, tensors[0].device if tensors else None
 
     def group_reference(self) -> GroupReference | None:
@@ -355,33 +369,66 @@ class _SumOverRanks(torch.autograd.Function):
     """The sum over the group's ranks, differentiable to any order: its gradient is itself."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, group: ProcessGroup, layer: Identity) -> Tensor:
-        """Sum a vector over the ranks."""
-        ctx.group, ctx.layer = GroupReference(group), layer
+    def forward(
+        ctx: Any, values: Tensor, group: ProcessGroup, layer: Identity, channels: int
+    ) -> Tensor:
+        """Sum a vector over the ranks, in a message of the size of all messages of C channels."""
+        ctx.group, ctx.layer, ctx.channels = GroupReference(group), layer, channels
         step = Pass(group, layer, "double backward", values)
+        step.channels = channels
         with step:
             assert step.tail is not None
             statistics = values.to(torch.float64)
-            end = (statistics.new_zeros(1), step.tail.to(statistics.device))
-            message = torch.cat([statistics, *end])
+            padding = statistics.new_zeros(2 * channels + 1 - values.size(0))
+            message = torch.cat([statistics, padding, step.tail.to(statistics.device)])
         totals = step.verify(step.all_reduce(message))
-        return totals[:-1].to(values.dtype)
+        return totals[: values.size(0)].to(values.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """Sum the gradients over the ranks."""
         group = group_held(ctx.group, ctx.layer)
-        return _SumOverRanks.apply(grad, group, ctx.layer), None, None
+        return _SumOverRanks.apply(grad, group, ctx.layer, ctx.channels), None, None, None
 
 
-def sum_of(group: ProcessGroup | None, layer: Identity) -> Callable[[Tensor], Tensor]:
-    """Return the function that sums a vector over the ranks and can be differentiated.
+class SumsOverRanks:
+    """The sums over ranks of a backward pass that is to be differentiated itself.
 
-    It serves backward passes that are differentiated themselves.
+    A call sums a vector of at most 2C values and can be differentiated. An exception between the
+    calls, of which there are ``number``, aborts the next one.
     """
-    if group is None:
-        return lambda values: values
-    return lambda values: _SumOverRanks.apply(values, group, layer)
+
+    def __init__(self, step: Pass, number: int) -> None:
+        self._step, self._num_left, self._is_summing = step, number, False
+
+    def __enter__(self) -> "SumsOverRanks":
+        return self
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """Return the sum of the vectors of all ranks."""
+        step = self._step
+        if step.group is None:
+            return values
+        self._is_summing = True
+        assert isinstance(step.input, Tensor)
+        channels = step.input.size(1)
+        total: Tensor = _SumOverRanks.apply(values, step.group, step.layer, channels)
+        self._is_summing, self._num_left = False, self._num_left - 1
+        return total
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Abort the next sum after an exception."""
+        is_between = self._num_left > 0 and not self._is_summing
+        if isinstance(error, Exception) and self._step.group is not None and is_between:
+            try:
+                raise self._step.abort(error) from None
+            finally:
+                del error, traceback  # a frame that holds its own error is a reference cycle
 
 
 def each_rank(flag: bool, group: ProcessGroup, layer: Identity, device: torch.device) -> list[bool]:

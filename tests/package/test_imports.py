@@ -42,6 +42,7 @@ OWN_NAMES = {
     "_slotnames",  # of copyreg, by which pickle finds the slots of a class
     "_syncbn",
     "_syncbn_code",
+    "_syncbn_failed",
     "_syncbn_forward",
     "_syncbn_original",
     "_syncbn_takes_activation",
