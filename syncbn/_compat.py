@@ -6,6 +6,8 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from traceback import walk_tb
+from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -148,6 +150,18 @@ def is_zero_tensor(value: object) -> bool:
     return isinstance(value, Tensor) and value._is_zerotensor()
 
 
+def is_of_dispatch_mode(error: BaseException) -> bool:
+    """Whether the code of a dispatch mode has raised the error, and no operator that it called."""
+    frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
+    operator = torch._ops.OpOverload.__call__.__code__
+    last = next((code for code in reversed(frames) if code is operator or _is_mode(code)), operator)
+    return last is not operator
+
+
+def _is_mode(code: CodeType) -> bool:
+    return code.co_name == "__torch_dispatch__"
+
+
 def saved_tensors_hooks() -> Any:
     """Return the hooks that pack what autograd saves, such as a checkpoint's; None without."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -226,6 +240,11 @@ def wait(started: Tensor) -> Tensor:
     """Wait for the sum that :func:`all_reduce` has started, by an operator that graphs keep."""
     summed: Tensor = torch.ops._c10d_functional.wait_tensor.default(started)
     return summed
+
+
+def has_started(error: BaseException) -> bool:
+    """Whether the error was raised after :func:`all_reduce`, in :func:`wait`."""
+    return any(frame.f_code is wait.__code__ for frame, _ in walk_tb(error.__traceback__))
 
 
 def join_config() -> Any:

@@ -4,7 +4,7 @@ from traceback import walk_tb
 
 import torch
 
-from syncbn import ops
+from syncbn import _compat, ops
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity
 from syncbn.distributed.protocol import PassRecord, channels_of, same_channels
@@ -59,6 +59,22 @@ def of_report(other: PassReport, record: PassRecord) -> Exception:
     else:
         error = _different(state.report(record), other)
     state.forget()
+    return _of_pass(error, record)
+
+
+# The beginning of torch's error for a tensor on a device that the group has no backend for.
+_NO_BACKEND = "No backend type associated with device type"
+
+
+def is_own(error: Exception) -> bool:
+    """Whether an error at a collective is of this rank alone, and no collective has failed."""
+    is_local = isinstance(error, torch.OutOfMemoryError) or str(error).startswith(_NO_BACKEND)
+    return is_local or _compat.is_of_dispatch_mode(error)
+
+
+def of_own(error: Exception, record: PassRecord) -> Exception:
+    """Return such an error."""
+    record.state.forget()
     return _of_pass(error, record)
 
 

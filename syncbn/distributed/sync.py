@@ -142,7 +142,11 @@ class Pass:
             label = record.label if state.has_labels else ""
             totals = collectives.all_reduce_sum(message, group, label)
         except (RuntimeError, ValueError) as error:
-            raise errors.of_collective(error, record) from error
+            if not errors.is_own(error):
+                raise errors.of_collective(error, record) from error
+            if not _compat.has_started(error):
+                self._withdraw(error, message.numel(), message.device)
+            raise errors.of_own(error, record) from error.__cause__
         state.keep_totals(totals, record)
         return totals
 
@@ -171,13 +175,21 @@ class Pass:
         state.sizes_sent[-1] = other.size
         try:
             if other.size:
-                text = state.report_abort(different)
-                abort.take_part(state, other.size, device)
-                if state.is_asynchronous(device):
-                    abort.align(state, device, text)
+                self._withdraw(different, other.size, device)
             raise different
         finally:
             del different  # a frame that holds its own error is a reference cycle
+
+    def _withdraw(self, error: Exception, size: int, device: torch.device) -> None:
+        """Abort the pass in the collective that the other ranks make of it."""
+        assert self.record is not None
+        state = self.record.state
+        text = state.report_abort(error)
+        device = collectives.likely_device(state.group, device)
+        with _compat.without_dispatch_modes():  # which may have raised the error
+            abort.take_part(state, size, device)
+        if state.is_asynchronous(device):
+            abort.align(state, device, text)
 
     def _not_switched(self, error: Exception, device: torch.device) -> Exception:
         """Return the error of a rank that wanted to send another size than the others expected."""

@@ -95,6 +95,38 @@ def test_selective_checkpointing_of_a_process_alone(kept):
     selective(0, 1, kept)
 
 
+def differentiate_twice(rank, world_size, kept, on_rank=None):
+    """Return the error of a second backward pass, which torch does not allow here."""
+    model = block()
+    context = partial(create_selective_checkpoint_contexts, partial(policy, kept))
+    x = torch.rand(4, 3, dtype=torch.float64, requires_grad=True)
+    y = checkpoint(model, x, use_reentrant=False, context_fn=context)
+    y.sum().backward(retain_graph=True)
+    try:
+        if on_rank in (None, rank):
+            y.sum().backward()
+        else:
+            checkpoint(model, x, use_reentrant=False).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("operator", ["all_reduce", "wait_tensor"])
+def test_error_of_torchs_at_a_collective_is_not_that_of_another_rank(operator, two_ranks):
+    for rank, error in enumerate(
+        two_ranks.run(differentiate_twice, [f"_c10d_functional.{operator}"])
+    ):
+        assert error.startswith("Trying to backward an extra time"), error
+        assert error.endswith(f"[rank {rank} of 2]")
+
+
+def test_others_hear_of_torchs_error_at_a_collective(two_ranks):
+    others, own = two_ranks.run(differentiate_twice, ["_c10d_functional.all_reduce"], on_rank=1)
+    assert own.startswith("Trying to backward an extra time")
+    assert "rank 1: RuntimeError: Trying to backward an extra time" in others
+
+
 def compiled_around_checkpoint(rank, world_size, use_reentrant, backend):
     torch._dynamo.reset()
     model = block()
