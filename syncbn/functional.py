@@ -199,6 +199,7 @@ def train(
         return _call_override(operands, call, group)
     identity = identity_of(layer)
     if group is None:
+        collectives.warn_without_group()
         step = Pass(None, identity, _compat.forward_direction(), input, arguments)
         return _autograd.train(input, arguments, step, observe)
     if process_group is not None:

@@ -457,6 +457,12 @@ class SyncBatchNorm(BatchNormBase):
             return functional.evaluate(input, arguments, layer)
         return functional.train(input, arguments, group, layer, state.observe)
 
+    def _replicate_for_data_parallel(self) -> "Self":
+        """Make a replica, for torch.nn.DataParallel, which calls this for each layer and device."""
+        if self.training:
+            _warn_of_replicas()
+        return super()._replicate_for_data_parallel()  # type: ignore[no-untyped-call, no-any-return]
+
     def _syncbn_failed(self, error: Exception, input: object) -> Exception:
         """Abort the pass that the layer would begin; return the error with the layer and rank."""
         state = self._syncbn
@@ -502,6 +508,16 @@ class SyncBatchNorm(BatchNormBase):
         from syncbn.convert import convert_sync_batchnorm  # it builds on this module
 
         return convert_sync_batchnorm(module, process_group)
+
+
+@functools.cache
+def _warn_of_replicas() -> None:
+    warnings.warn(
+        "SyncBatchNorm synchronizes processes, not the replicas of torch.nn.DataParallel: each "
+        "normalizes its part of the batch by itself, and the running statistics are the first "
+        "replica's; train with DistributedDataParallel, one process for each GPU",
+        stacklevel=3,
+    )
 
 
 def _run(layer: SyncBatchNorm, *arguments: Any) -> Tensor:

@@ -4,6 +4,9 @@ A forward or backward pass calls :func:`all_reduce_sum` once, or twice if the si
 has changed: see protocol.py.
 """
 
+import functools
+import os
+import warnings
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -119,6 +122,24 @@ def destroyed(rank: int, name: str) -> ValueError:
 def world() -> ProcessGroup | None:
     """Return the group of all ranks; None if torch.distributed is not initialized."""
     return dist.group.WORLD if _AVAILABLE and dist.is_initialized() else None
+
+
+@functools.cache
+def warn_without_group() -> None:
+    """Warn, once, that training is not synchronized though a launcher has started several ranks."""
+    ranks = os.environ.get("WORLD_SIZE", "")
+    is_launched = ranks.isdecimal() and int(ranks) > 1 and {"RANK", "MASTER_ADDR"} <= {*os.environ}
+    if _AVAILABLE and is_launched and not dist.is_initialized():
+        warnings.warn(
+            f"a SyncBatchNorm layer trains on the batch of this process alone: this is one of "
+            f"{ranks} processes (WORLD_SIZE), but torch.distributed is not initialized; call "
+            "torch.distributed.init_process_group before the first step",
+            stacklevel=3,
+        )
+
+
+# Compilers call it while they trace.
+warn_while_tracing = _compat.constant_in_graphs(lambda: warn_without_group())
 
 
 def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:

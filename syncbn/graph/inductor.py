@@ -46,6 +46,8 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
         checks.check_momentum(arguments.momentum)
     if arguments.mask is not None:
         arguments = arguments._replace(mask=masks.as_positions(arguments.mask, input))
+    if group is None:
+        collectives.warn_while_tracing()
     group_name = None if group is None else group.group_name
     is_named = isinstance(layer, (Identity, str))
     identity = 0 if is_named else layer._syncbn.graph_input  # type: ignore[union-attr]

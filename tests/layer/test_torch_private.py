@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from syncbn import _compat
 
@@ -178,6 +180,20 @@ def test_destroyed_groups_are_known(two_ranks):
     assert two_ranks.run(destroy) == [(True, True, False)] * 2
 
 
+class Refusing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.neg.default:
+            raise RuntimeError("the mode's own")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_errors_of_dispatch_modes_are_told_from_those_of_operators(is_own):
+    with Refusing(), pytest.raises(RuntimeError) as caught:
+        torch.rand(2).neg() if is_own else torch.rand(2).view(3)
+    assert _compat.is_of_dispatch_mode(caught.value) == is_own
+
+
 def test_dispatch_modes_can_be_left():
     with torch._subclasses.FakeTensorMode():
         with _compat.without_dispatch_modes():
@@ -189,6 +205,11 @@ def test_dispatch_modes_can_be_left():
 def test_unknown_group_is_a_runtime_error():
     with pytest.raises(RuntimeError):
         _compat.resolve_process_group("no such group")
+
+
+def test_data_parallel_makes_replicas_by_the_method_of_this_name():
+    source = inspect.getsource(torch.nn.parallel.replicate)
+    assert "._replicate_for_data_parallel()" in source
 
 
 def test_children_are_those_of_the_module():

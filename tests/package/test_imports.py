@@ -39,8 +39,10 @@ OWN_NAMES = {
     "_fields",
     "_reconstruct",
     "_replace",
+    "_replicate_for_data_parallel",  # of torch's modules
     "_slotnames",  # of copyreg, by which pickle finds the slots of a class
     "_syncbn",
+    "_syncbn_activate",
     "_syncbn_code",
     "_syncbn_failed",
     "_syncbn_forward",
