@@ -18,8 +18,7 @@ class Identity:
 
     # The keys of the next layers.
     new_keys: ClassVar[Iterator[int]] = itertools.count(1)
-    # The identities that were made inputs of graphs, by key. Weak: a layer holds its identity, and
-    # so do a group's records of its passes.
+    # The identities that were made inputs of graphs, by key. Weak: a layer holds its identity.
     by_key: ClassVar[WeakValueDictionary[int, "Identity"]] = WeakValueDictionary()
 
     def __init__(self, name: str, key: int | None = None) -> None:

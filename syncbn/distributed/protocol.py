@@ -21,6 +21,7 @@ is one collective each way, and nothing is sent to the store. One case is not co
 sizes have followed a pass, ranks that diverge there meet with different sizes.
 """
 
+import copy
 import time
 from collections import deque
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
@@ -60,10 +61,12 @@ _DEVICE_SECONDS = 5.0
 class PassRecord:
     """One direction of one layer in a group: its fingerprint, and the sizes that have followed."""
 
-    __slots__ = ("_tail", "direction", "fingerprint", "layer", "next_size", "sizes", "state")
+    __slots__ = ("_tail", "direction", "end", "fingerprint", "layer", "next_size", "sizes", "state")
 
     def __init__(self, state: "GroupState", layer: Identity, direction: str) -> None:
-        self.state, self.layer, self.direction = state, layer, direction
+        # A copy of the layer's identity, whose end is also the record's.
+        self.state, self.layer, self.direction = state, copy.copy(layer), direction
+        self.end: ref[Identity] | None = None
         hashed = digest(layer.number, direction)
         self.fingerprint = float(8 * hashed + _DIRECTIONS.index(direction) + 1)
         # The sizes of the messages that have followed.
@@ -230,6 +233,9 @@ class GroupState:
             if len(self._records) >= _MAX_RECORDS:
                 self._records.clear()
             found = self._records[key] = PassRecord(self, layer, direction)
+            if layer.key > 0:  # else it is made for each pass, from a name in a graph
+                records = self._records
+                found.end = ref(layer, lambda _: records.pop(key, None))
         return found
 
     def _position(self, direction: str) -> int:
@@ -239,7 +245,8 @@ class GroupState:
 
     def describe(self, fingerprint: int) -> str:
         """Return the pass of a fingerprint, which this rank has made, as text."""
-        made = (str(r) for r in self._records.values() if round(r.fingerprint) == fingerprint)
+        records = [*self._records.values()]  # of which some may end meanwhile
+        made = (str(r) for r in records if round(r.fingerprint) == fingerprint)
         return next(made, "an earlier pass")
 
     def forget(self) -> None:

@@ -1,12 +1,19 @@
 """What ranks compare through the group's store, and that nothing stays in it."""
 
+import gc
+
 import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import Ranks
 from torch import nn
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, recompute_statistics
+from syncbn import (
+    SyncBatchNorm,
+    convert_sync_batchnorm,
+    recompute_statistics,
+    revert_sync_batchnorm,
+)
 from syncbn.distributed import protocol
 from syncbn.distributed.layer_id import Identity
 from syncbn.distributed.protocol import group_state
@@ -50,6 +57,24 @@ def test_new_layers_in_each_step_do_not_fill_the_store_or_the_memory():
     with Ranks(2) as ranks:
         for (early, late), records in ranks.run(make_layers_all_the_time):
             assert early == late and records <= 20
+
+
+def convert_and_recompute_all_the_time(rank, world_size):
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    numbers = []
+    for _ in range(4):
+        convert_sync_batchnorm(model)
+        model(torch.rand(4, 3).requires_grad_()).sum().backward()
+        recompute_statistics(model, [torch.rand(4, 3)])
+        revert_sync_batchnorm(model)
+        gc.collect()
+        numbers.append(len(group_state(dist.group.WORLD)._records))
+    return numbers
+
+
+def test_records_end_with_their_layers(two_ranks):
+    for numbers in two_ranks.run(convert_and_recompute_all_the_time):
+        assert numbers[1:] == numbers[:1] * 3
 
 
 def compare_in_the_store(rank, world_size):
