@@ -29,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # What tests start is not to import syncbn of the current folder, which is the project's.
+    os.environ["PYTHONSAFEPATH"] = "1"
     # Inductor otherwise keeps a process for each processor, here and in each rank.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     hidden.hide()

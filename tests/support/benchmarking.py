@@ -16,11 +16,11 @@ ORIGIN = {"device": "abacus", "date": "2026-01-02", "commit": "abcdef0", "torch"
 
 
 def execute(*command, **variables):
-    """Run Python in the project's folder."""
+    """Run Python in the project's folder, as users do, who do not set PYTHONSAFEPATH."""
     return subprocess.run(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
-        env={**os.environ, **variables},
+        env={**os.environ, "PYTHONSAFEPATH": "", **variables},
         capture_output=True,
         text=True,
         timeout=240,

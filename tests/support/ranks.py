@@ -49,11 +49,7 @@ _polling = threading.Lock()
 def _start_fork_server() -> None:
     """Start the server once: to copy the environment, as mock does, is not safe among threads."""
     multiprocessing.set_forkserver_preload(FORKSERVER_IMPORTS)
-    os.environ["PYTHONSAFEPATH"] = "1"  # not syncbn of the current folder, if it was built there
-    try:
-        multiprocessing.forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONSAFEPATH", None)
+    multiprocessing.forkserver.ensure_running()
 
 
 class RankError(AssertionError):
