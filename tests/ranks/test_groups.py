@@ -26,6 +26,7 @@ from syncbn import (
     recompute_statistics,
     sync_batch_norm,
 )
+from syncbn.distributed.protocol import group_state
 
 WORLD = 4
 
@@ -115,6 +116,30 @@ def destroy_world(rank, world_size):
 def test_group_of_all_ranks_ends_when_it_is_destroyed():
     with Ranks(2) as ranks:
         assert ranks.run(destroy_world) == [True] * 2
+
+
+def fail_in_a_second_group_of_a_store(rank, world_size, path):
+    """As under torchrun; in the first group, only rank 0 has come to a pass."""
+    store = dist.FileStore(path, world_size)
+    for attempt in range(2):
+        dist.destroy_process_group()
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(f"attempt {attempt}", store),
+            rank=rank,
+            world_size=world_size,
+        )
+        if attempt == 0 and rank == 0:
+            group_state(dist.group.WORLD)
+    dist.barrier()
+    x = torch.rand(3, 4)
+    SyncBatchNorm(4)(x.long() if rank == 1 else x)
+
+
+def test_groups_of_a_store_have_keys_of_their_own(tmp_path):
+    with Ranks(2) as ranks:
+        outcomes = ranks.outcomes(fail_in_a_second_group_of_a_store, str(tmp_path / "store"))
+    assert "rank 1: TypeError" in outcomes[0].message and outcomes[1].kind == "TypeError"
 
 
 def use_after_destruction(rank, world_size):
