@@ -27,11 +27,16 @@ def with_layer_and_rank(error: Exception, layer: Identity, group: ProcessGroup |
     return type(error)(f"{error} [{known}]")
 
 
-def is_of_pass(error: Exception) -> bool:
-    """Whether an error that other code raised, called from here, has come through our code."""
-    traceback = error.__traceback__
-    frames = [] if traceback is None else [*walk_tb(traceback.tb_next)]
-    return any(frame.f_globals.get("__name__", "").startswith("syncbn.") for frame, _ in frames)
+_CHECKPOINT = "torch.utils.checkpoint"
+
+
+def is_of_recomputation(error: Exception) -> bool:
+    """Whether saved tensors cannot be read because of an error in what a checkpoint runs again.
+
+    That is an error of another layer or of a pass, which abort by themselves or not at all.
+    """
+    frames = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
+    return _CHECKPOINT in frames and frames[-1] != _CHECKPOINT
 
 
 def of_operator(error: Exception, record: PassRecord, *, others_know: bool = True) -> Exception:

@@ -93,12 +93,8 @@ class Pass:
         return errors.with_layer_and_rank(error, self.layer, self.group)
 
     def abort_before(self, error: Exception) -> Exception:
-        """Do as :meth:`abort`, because of an error of other code that this rank runs before it.
-
-        That code may make passes: an error that comes from one of them is returned as it is,
-        because the other ranks know it or wait for something else.
-        """
-        if self.record is None or errors.is_of_pass(error):
+        """Do as :meth:`abort`, because of an error in reading saved tensors."""
+        if self.record is None or errors.is_of_recomputation(error):
             return error
         if self.record.state.last.direction == "recomputation":  # ended by the error, at any layer
             self.input = None
