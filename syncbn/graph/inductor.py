@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from syncbn import _autograd, _compat, ops
-from syncbn.distributed import protocol, sync
+from syncbn.distributed import collectives, protocol, sync
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, Layer, identity_from
 from syncbn.distributed.sync import Pass
