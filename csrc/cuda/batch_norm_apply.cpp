@@ -26,6 +26,11 @@ ForwardResults batch_norm_apply(const ForwardArguments& a) {
     running.num_batches_tracked = static_cast<int64_t*>(a.num_batches_tracked->mutable_data_ptr());
     running.cumulative = !a.momentum.has_value();
   }
+  std::optional<Tensor> num_batches_before;
+  if (running.cumulative) {
+    num_batches_before = allocate_vector(1, ScalarType::Long, input);
+    running.num_batches_before = static_cast<int64_t*>(num_batches_before->mutable_data_ptr());
+  }
   running.momentum = a.momentum.value_or(0);
 
   const void* x = input.const_data_ptr();

@@ -100,8 +100,9 @@ const char* batch_norm_apply(const Call* call, const void* input, const double* 
                              double eps, void* output, double* mean, double* invstd, double* count,
                              const Verifier* verifier, const Epilogue* epilogue) {
   return run(*call, [&] {
-    const RunningStatistics running{*running_mean, *running_var, num_batches_tracked, cumulative,
-                                    momentum};
+    std::vector<int64_t> before(1);
+    const RunningStatistics running{*running_mean, *running_var, num_batches_tracked,
+                                    before.data(), cumulative,   momentum};
     launch_batch_norm_apply(plan_of(*call, kElementwise, {input, epilogue->residual, output}),
                             nullptr, input, totals, *verifier, *weight, *bias, running, eps, output,
                             mean, invstd, count, *epilogue);

@@ -45,7 +45,9 @@ struct PrepareNormalize {
     if (first) {
       operands.running_mean = load_bits(running.mean, channel);
       operands.running_var = load_bits(running.var, channel);
-      if (running.cumulative || (channel == 0 && running.num_batches_tracked != nullptr)) {
+      if (running.cumulative) {
+        operands.num_batches_tracked = *running.num_batches_before;
+      } else if (channel == 0 && running.num_batches_tracked != nullptr) {
         operands.num_batches_tracked = *running.num_batches_tracked;
       }
     }
@@ -96,11 +98,11 @@ struct PrepareNormalize {
  private:
   __device__ void move_running(const Operands& operands, int64_t channel,
                                const Moments<double>& batch) const {
-    // A cumulative average needs the new number in all blocks: count_batch_kernel has counted.
     double factor = running.momentum;
     if (running.cumulative) {
-      factor = 1 / static_cast<double>(operands.num_batches_tracked);
-    } else if (channel == 0 && running.num_batches_tracked != nullptr) {
+      factor = 1 / static_cast<double>(operands.num_batches_tracked + 1);
+    }
+    if (channel == 0 && running.num_batches_tracked != nullptr) {
       *running.num_batches_tracked = operands.num_batches_tracked + 1;
     }
     if (running.mean.data == nullptr) {
@@ -129,13 +131,8 @@ struct WithNormalize {
   }
 };
 
-__global__ void count_batch_kernel(const double* totals, int64_t channels, Expectation expectation,
-                                   int64_t* num_batches_tracked) {
-  const bool consistent = read_status(totals + 2 * channels, expectation) == Status::kConsistent;
-  if (consistent && totals[2 * channels] > 0) {
-    *num_batches_tracked += 1;
-  }
-}
+// A cumulative average needs the number of batches in all blocks, one of which counts.
+__global__ void copy_number_kernel(const int64_t* from, int64_t* to) { *to = *from; }
 
 }  // namespace
 
@@ -146,8 +143,8 @@ void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
                              Epilogue epilogue) {
   const int64_t channels = plan.geometry.channels;
   if (running.cumulative) {
-    launch(count_batch_kernel, dim3(1), dim3(1), 0, static_cast<cudaStream_t>(stream), totals,
-           channels, verifier.expectation, running.num_batches_tracked);
+    launch(copy_number_kernel, dim3(1), dim3(1), 0, static_cast<cudaStream_t>(stream),
+           running.num_batches_tracked, running.num_batches_before);
   }
   const PrepareNormalize prepare{
       totals, verifier, channels,          weight, bias, running, eps, mean,

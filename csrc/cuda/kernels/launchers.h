@@ -23,6 +23,7 @@ struct RunningStatistics {
   ChannelVector mean;
   ChannelVector var;
   int64_t* num_batches_tracked = nullptr;  // required for a cumulative average
+  int64_t* num_batches_before = nullptr;   // memory for a copy of it, for a cumulative average
   bool cumulative = false;                 // a momentum of None
   double momentum = 0;
 };
@@ -66,7 +67,8 @@ struct EpilogueGradient {
 void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, double* message,
                              Tail tail, Workspace workspace);
 
-// Launches a second kernel for a cumulative average.
+// For a cumulative average another kernel goes before. All that is kept is updated by the last one:
+// if it cannot be launched, nothing has changed.
 void launch_batch_norm_apply(const Plan& plan, void* stream, const void* input,
                              const double* totals, Verifier verifier, ChannelVector weight,
                              ChannelVector bias, RunningStatistics running, double eps,
