@@ -87,6 +87,8 @@ def test_host_never_waits(shape):
             results[0].sum().item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    # The mode does not see waits outside of torch.
+    assert [record_launches(direction).waits for direction in (forward, backward)] == [[], []]
 
 
 @pytest.mark.cuda

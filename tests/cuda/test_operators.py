@@ -18,6 +18,7 @@ from support.cases import (
     sum_tolerance,
 )
 from support.cuda_device import IS_STANDIN
+from support.emulated import placed
 
 from syncbn import ops
 
@@ -75,10 +76,25 @@ def training_step(x, dy, weight, bias, running_mean, running_var):
 
 @pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases() + all_cases(LARGE_SHAPES))
 def test_results_are_those_of_the_cpu(shape, layout, dtype):
+    check_against_cpu(shape, layout, dtype)
+
+
+@pytest.mark.parametrize("offsets", [(0, 1), (1, 0), (1, 2)], ids="offsets{0[0]}{0[1]}".format)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [(shape, layout) for shape in [(700, 24), (9, 3, 28, 28)] for layout in layouts(shape)],
+)
+def test_input_and_gradient_of_different_alignment(shape, layout, dtype, offsets):
+    check_against_cpu(shape, layout, dtype, offsets)
+
+
+def check_against_cpu(shape, layout, dtype, offsets=(0, 0)):
+    """``offsets`` are those of input and gradient to an aligned address, in values."""
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     inputs = [
-        make_input(shape, layout, dtype),
-        make_input(shape, layout, dtype, mean=0.1, seed=1),
+        placed(make_input(shape, layout, dtype), offsets[0]),
+        placed(make_input(shape, layout, dtype, mean=0.1, seed=1), offsets[1]),
         *(make_vector(shape[1], parameter_dtype, seed=seed) for seed in (2, 3, 4, 5)),
     ]
     on_cpu = [tensor.cpu() for tensor in inputs]
@@ -153,6 +169,7 @@ def test_runs_on_the_current_stream(name):
         torch.cuda._sleep(SLEEP_CYCLES)
         args[0].copy_(values)  # a kernel on another stream sees the zeros
         result = run(name, args)
+    torch.cuda.default_stream().synchronize()  # or work there might begin after the copy
     side.synchronize()
     assert same_bits(result, expected)
 
