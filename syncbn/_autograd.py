@@ -74,11 +74,17 @@ class SyncBatchNormFunction(torch.autograd.Function):
     ) -> Tensor:
         """Return the normalized input, with the residual added and the activation applied."""
         activation, constants = arguments.activation, None
-        if activation is not None:
+        if activation is not None and _compat.num_dispatch_modes() == 0:
             constants = input.new_empty(2 * input.size(1), dtype=torch.float64)
         if residual is not arguments.residual:
             arguments = arguments._replace(residual=residual)
         output, mean, invstd, count = normalize(input, totals, arguments, step, constants)
+        if activation is not None and constants is None:
+            # A mode may keep the operator's results and skip what it writes: selective
+            # checkpointing does.
+            center = mean.to(tensors.compute_dtype(input))
+            scale, shift = formulas.normalize_constants(mean, center, invstd, weight, bias)
+            constants = torch.cat([scale, shift])
         # The running statistics are never saved, and the bias only for SiLU's higher derivatives:
         # they may change before backward (a network that runs twice, an optimizer step).
         saved = (input, weight, mean, invstd, count, arguments.mask)

@@ -271,8 +271,13 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tens
         with torch.profiler.record_function(label):
             return all_reduce_sum(tensor, group)
     # A dispatch mode may store an operator's result for later: selective checkpointing does.
-    if _compat.num_dispatch_modes() > 0 and name_of(group):
-        return _compat.wait(_compat.all_reduce(tensor, group.group_name))
+    if _compat.num_dispatch_modes() > 0:
+        if name_of(group):
+            return _compat.wait(_compat.all_reduce(tensor, group.group_name))
+        with _compat.without_dispatch_modes():
+            tensor = tensor.clone()
+            dist.all_reduce(tensor, group=group)
+        return tensor
     dist.all_reduce(tensor, group=group)
     return tensor
 

@@ -107,6 +107,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
             )
         running = [None if v is None or _is_expanded(v) else v for v in arguments[2:5]]
         if running != [None, None, None]:
+            _compat.run_updates_in_selective_checkpoints()
             torch.ops.syncbn.compiled_update.default(
                 totals, *running, arguments.for_operators()[5], identity, group_name
             )

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.fx
+import torch.nn.functional as F
 from torch import Tensor
 
 from syncbn.ops import formulas, tensors
@@ -57,8 +58,7 @@ def call_filled(
             torch.ops.syncbn.check_arguments.default(first, *others[1:], mask=mask)
             filled, filling = fill(first, mask)
             message: Tensor = operator(filled, *others)
-            take_out_(message, filling, mask)
-            return message
+            return take_out(message, filling, mask)
         case "batch_norm_forward":
             of_stats = (None, *others[:6], *others[7:8])
             totals = call_filled(operators, "batch_norm_stats", (first, *of_stats), mask)
@@ -110,8 +110,11 @@ def fill(input: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return filled, filling.to(torch.float64)
 
 
-def take_out_(message: Tensor, filling: Tensor, positions: Tensor) -> None:
-    """Subtract the filled values from a message of :func:`syncbn.ops.batch_norm_stats`."""
+def take_out(message: Tensor, filling: Tensor, positions: Tensor) -> Tensor:
+    """Return a message of :func:`syncbn.ops.batch_norm_stats` without the filled values.
+
+    The message itself does not change: a dispatch mode may keep it.
+    """
     number = (positions.numel() - positions.sum()).to(torch.float64).view(1)
     filled = torch.cat([filling * number, filling.square() * number, number])
-    message[: filled.size(0)] -= filled
+    return message - F.pad(filled, (0, message.size(0) - filled.size(0)))

@@ -77,8 +77,9 @@ def policy(kept, context, operator, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def selective(rank, world_size, kept):
+def selective(rank, world_size, kept, activation=None):
     model = block()
+    model[1].activation = activation
     context = partial(create_selective_checkpoint_contexts, partial(policy, KEPT[kept]))
     run = partial(checkpoint, model, use_reentrant=False, context_fn=context)
     assert_trains_as_without(model, run, rank)
@@ -93,6 +94,27 @@ def test_selective_checkpointing(two_ranks, kept):
 @pytest.mark.parametrize("kept", KEPT)
 def test_selective_checkpointing_of_a_process_alone(kept):
     selective(0, 1, kept)
+
+
+@pytest.mark.parametrize("kept", ["normalized", "everything"])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu"])
+def test_selective_checkpointing_of_an_activation(activation, kept, two_ranks):
+    """An operator that is kept does not write again what its gradient needs."""
+    two_ranks.run(selective, kept, activation)
+    selective(0, 1, kept, activation)
+
+
+def selective_around_compiled(rank, world_size):
+    torch._dynamo.reset()
+    model = block()
+    fast = torch.compile(model, backend="aot_eager", fullgraph=True)
+    context = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    run = partial(checkpoint, fast, use_reentrant=False, context_fn=context)
+    assert_trains_as_without(model, run, rank)
+
+
+def test_selective_checkpointing_around_a_compiled_block(two_ranks):
+    two_ranks.run(selective_around_compiled)
 
 
 def differentiate_twice(rank, world_size, kept, on_rank=None):
