@@ -51,7 +51,9 @@ def train(
     output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
         input, weight, bias, *running[:2], eps, group_name, layer.name, mask, switch
     )
-    torch.ops.syncbn.exported_update.default(totals.detach(), *running, momentum, switch)
+    torch.ops.syncbn.exported_update.default(
+        totals.detach(), *running, momentum, input.dtype, switch
+    )
     if mask is not None and arguments.residual is not None:
         arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
     output = epilogue.apply_epilogue(output, arguments)
@@ -129,7 +131,8 @@ def _(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 # Updates the running statistics by the sums that exported_batch_norm returns.
 _library.define(
     "exported_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor(c!)? num_batches_tracked, float? momentum, Tensor? switch) -> ()"
+    "Tensor(c!)? num_batches_tracked, float? momentum, ScalarType input_dtype, "
+    "Tensor? switch) -> ()"
 )
 
 
@@ -140,6 +143,7 @@ def _(
     running_var: Tensor | None,
     num_batches_tracked: Tensor | None,
     momentum: float | None,
+    input_dtype: torch.dtype,
     switch: Tensor | None,
 ) -> None:
     if _evaluates(switch):
@@ -148,7 +152,7 @@ def _(
     arguments = Arguments(
         None, None, running_mean, running_var, num_batches_tracked, momentum, eps=1.0
     )
-    no_input = totals.new_empty((0, totals.size(0) // 2))
+    no_input = totals.new_empty((0, totals.size(0) // 2), dtype=input_dtype)
     _autograd.normalize(no_input, totals, arguments, step)
 
 

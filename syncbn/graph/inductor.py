@@ -109,7 +109,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         if running != [None, None, None]:
             _compat.run_updates_in_selective_checkpoints()
             torch.ops.syncbn.compiled_update.default(
-                totals, *running, arguments.for_operators()[5], identity, group_name
+                totals, *running, arguments.for_operators()[5], input.dtype, identity, group_name
             )
         elif group_name is not None:
             count = _compat.wait(count)  # compilers keep this operator, and so the one before it
@@ -308,7 +308,8 @@ def _(input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 # Updates nothing where the graph runs as a recomputation.
 _library.define(
     "compiled_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor(c!)? num_batches_tracked, float? momentum, SymInt identity, str? group_name) -> ()"
+    "Tensor(c!)? num_batches_tracked, float? momentum, ScalarType input_dtype, SymInt identity, "
+    "str? group_name) -> ()"
 )
 
 
@@ -319,6 +320,7 @@ def _(
     running_var: Tensor | None,
     num_batches_tracked: Tensor | None,
     momentum: float | None,
+    input_dtype: torch.dtype,
     identity: int,
     group_name: str | None,
 ) -> None:
@@ -331,7 +333,8 @@ def _(
     arguments = Arguments(
         None, None, running_mean, running_var, num_batches_tracked, momentum, eps=1.0
     )
-    _autograd.normalize(totals.new_empty((0, channels)), totals, arguments, step)
+    no_input = totals.new_empty((0, channels), dtype=input_dtype)
+    _autograd.normalize(no_input, totals, arguments, step)
 
 
 @torch.library.register_fake("syncbn::compiled_update")

@@ -149,7 +149,7 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
             *(x, None, None, *running, 0.1, 1e-5, None, None, None, 0.0, None, None),
             *(0, None, None),
         ),
-        "compiled_update": (totals, *running, None, 0, None),
+        "compiled_update": (totals, *running, None, x.dtype, 0, None),
         "compiled_backward": (x.clone(), x, mean, var, *dtypes, None, 0, None, None),
     }[name]
 
