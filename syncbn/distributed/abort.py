@@ -64,21 +64,21 @@ def _start(
     device = collectives.likely_device(group, device)
     is_asynchronous = state.is_asynchronous(device)
     text, work, has_failed = "", None, False
-    # An error in here must not hide the error of the rank.
-    with (
-        _no_trace(),
-        _compat.without_dispatch_modes(),
-        contextlib.suppress(RuntimeError, ValueError, TypeError),
-    ):
-        # After an earlier failure no rank waits in this pass.
-        has_failed = state.is_misaligned or state.read_statuses() != 0
+    # No error in here may hide the rank's own, or keep it from the others.
+    with _no_trace(), _compat.without_dispatch_modes():
+        with contextlib.suppress(RuntimeError):  # a failed device cannot tell
+            # After an earlier failure no rank waits in this pass.
+            has_failed = state.is_misaligned or state.read_statuses() != 0
         if not has_failed:
             state.store.num_passes += 1
             text = state.report_abort(error)
-            size = state.size_to_abort(size, text, device)
-            state.sizes_sent.append(size)
-            if size:
-                work = collectives.start_sum(_aborting_message(size, device), group)
+            with contextlib.suppress(RuntimeError, ValueError):  # of a store that fails
+                size = state.size_to_abort(size, text, device)
+            state.sizes_sent.append(size or 0)
+            with contextlib.suppress(Exception):  # of a group of any class
+                work = (
+                    collectives.start_sum(_aborting_message(size, device), group) if size else None
+                )
     state.forget()
     aligns = is_asynchronous and (has_failed or work is not None)
     return _Started(state, device, text, work, aligns)

@@ -33,7 +33,7 @@ from syncbn import _compat, ops
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import GroupReference, ProcessGroup
 from syncbn.distributed.layer_id import ANONYMOUS, Identity, digest
-from syncbn.distributed.store import GroupStore, PassReport
+from syncbn.distributed.store import GroupStore, PassReport, text_of
 
 # Their positions are part of the fingerprints.
 STEP = "step of recompute_statistics"  # between its batches: no pass of a layer
@@ -52,7 +52,6 @@ _MAX_RECORDS = 10_000
 _MAX_POSITION = 255  # of calls of sync_batch_norm(); all later ones share a record
 # Messages whose sizes are kept; a device queues no more than some thousand launches of its host.
 _MAX_AHEAD = 4096
-_MAX_CHARACTERS = 1000  # of an error, in the store
 # For a device that has yet to come to the last sums, when its rank fails: it must not wait without
 # a bound, because a rank that has failed earlier may be missing in them.
 _DEVICE_SECONDS = 5.0
@@ -314,7 +313,7 @@ class GroupState:
 
     def report_abort(self, error: BaseException) -> str:
         """Write why this rank aborts the pass, before it does; return the text."""
-        text = f"{type(error).__name__}: {str(error)[:_MAX_CHARACTERS]}"
+        text = text_of(error)
         self.store.write_abort(PassReport(0, 0, self.group.rank(), text))
         return text
 

@@ -13,6 +13,7 @@ from syncbn.distributed.collectives import ProcessGroup
 _REPORT_TIMEOUT = timedelta(seconds=5)
 # For ranks that switch to another message size together: in training they arrive much sooner.
 _SWITCH_TIMEOUT = timedelta(seconds=1)
+_MAX_CHARACTERS = 1000  # of an error
 
 
 class PassReport(NamedTuple):
@@ -35,7 +36,21 @@ class PassReport(NamedTuple):
 
     def encode(self) -> str:
         """Return the report as text."""
-        return " ".join(map(str, self))
+        return _storable(" ".join(map(str, self)))
+
+
+def _storable(text: str) -> str:
+    """Return the text without lone surrogates, as of a path that is not UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def text_of(error: BaseException) -> str:
+    """Return the class and the words of an error, for the store."""
+    try:
+        words = str(error)
+    except Exception as own:  # of a class of the user's
+        words = f"its text cannot be read: {type(own).__name__}"
+    return f"{type(error).__name__}: {words[:_MAX_CHARACTERS]}"
 
 
 class GroupStore:
@@ -94,7 +109,7 @@ class GroupStore:
 
     def write_abort(self, report: PassReport) -> None:
         """Write why this rank aborts the pass, before it does."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):  # a store of any class; without it, no text
             if self._store is not None:
                 self._store.compare_set(self._key_of_pass("aborted"), "", report.encode())
 
@@ -140,7 +155,7 @@ class GroupStore:
             raise RuntimeError("the group has none")
         keys = [f"{self._prefix}/failure {number}/{rank}" for rank in range(group.size())]
         if not store.check([keys[group.rank()]]):
-            store.set(keys[group.rank()], own)
+            store.set(keys[group.rank()], _storable(own))
         with contextlib.suppress(RuntimeError):  # the time has passed
             store.wait(keys, *([] if timeout is None else [timeout]))
         return {

@@ -197,18 +197,6 @@ class Pass:
             abort.align(record.state, device, record.state.report_abort(error))
         return error
 
-    def wait(self, reduced: Tensor) -> Tensor:
-        """Wait for a collective that a graph has started, if any, and return the sums."""
-        record = self.record
-        if record is None:
-            return reduced
-        try:
-            totals = _compat.wait(reduced)
-        except RuntimeError as error:
-            raise errors.of_collective(error, record) from error
-        record.state.keep_totals(totals, record)
-        return totals
-
     def expectation(self, totals: Tensor) -> tuple[float | None, Tensor | None]:
         """Return ``tail_sum`` and ``status`` for the operator that takes the sums."""
         record = self.record

@@ -17,7 +17,7 @@ from syncbn import (
 from syncbn.distributed import protocol
 from syncbn.distributed.layer_id import Identity
 from syncbn.distributed.protocol import group_state
-from syncbn.distributed.store import PassReport
+from syncbn.distributed.store import GroupStore, PassReport, text_of
 
 CPU = torch.device("cpu")
 
@@ -156,6 +156,47 @@ def test_many_ranks_compare_each_size_once(num_ranks, requests):
 def test_report_survives_the_store(words):
     report = PassReport(9, 17, 1, words)
     assert PassReport.parse(report.encode().encode()) == report
+
+
+class UnreadableError(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("words"), "ValueError: words"),
+        (OSError("no /data/caf\udce9.jpg"), "OSError: no /data/caf\\udce9.jpg"),
+        (UnreadableError(), "UnreadableError: its text cannot be read: ValueError"),
+    ],
+    ids=["plain", "surrogate", "unreadable"],
+)
+def test_text_of_every_error_survives_the_store(error, text):
+    store = GroupStore(Group(dist.HashStore()), keeps_keys=False)
+    store.write_abort(PassReport(0, 0, 1, text_of(error)))
+    assert store.read_abort() == (0, 0, 1, text)
+
+
+def raise_unencodable(rank, world_size):
+    layer = SyncBatchNorm(3)
+    if rank == 1:
+        with pytest.raises(ValueError, match="corrupt"):
+            recompute_statistics(layer, iter_then_raise())
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        recompute_statistics(layer, [torch.rand(4, 3)] * 3)
+    return str(error.value)
+
+
+def iter_then_raise():
+    yield torch.rand(4, 3)
+    raise ValueError("corrupt image caf\udce9.jpg")
+
+
+def test_error_that_is_not_unicode_aborts_on_all_ranks(two_ranks):
+    words, _ = two_ranks.run(raise_unencodable)
+    assert "rank 1: ValueError: corrupt image caf\\udce9.jpg" in words
 
 
 def test_double_backward_passes_are_not_of_channels():
