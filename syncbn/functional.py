@@ -1,6 +1,7 @@
 """sync_batch_norm(), and the choice among evaluation, training, and training in a graph."""
 
 from collections.abc import Callable
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -220,7 +221,9 @@ def _call_override(operands: Any, call: tuple[Any, ...], group: ProcessGroup | N
             train, operands, *call
         )
     except Exception as error:
-        if state is None or state.store.num_passes != num_passes:
+        # The call of train() aborts its pass itself, and raises errors of earlier passes.
+        has_begun = any(frame.f_code is train.__code__ for frame, _ in walk_tb(error.__traceback__))
+        if state is None or has_begun or state.store.num_passes != num_passes:
             raise
         input, arguments, _, layer, _ = call
         step = Pass(group, identity_of(layer), _compat.forward_direction(), input, arguments)
