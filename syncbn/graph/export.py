@@ -25,7 +25,9 @@ def train(
 
     Ours is needed in a group and with a mask.
     """
-    with Pass(group, layer, "forward", input, arguments):
+    # An export sends nothing, so that no rank waits for one that fails in it.
+    sends = None if torch.compiler.is_compiling() else group
+    with Pass(sends, layer, "forward", input, arguments):
         checks.check_training(input, arguments)
         checks.check_objects(input, arguments)
         mask = None if arguments.mask is None else masks.as_positions(arguments.mask, input)
