@@ -1,5 +1,6 @@
 """The README is a promise: its code runs, its commands exist, its links lead somewhere."""
 
+import os
 import re
 import shlex
 import subprocess
@@ -101,7 +102,10 @@ def test_make_knows_the_target(target):
 @pytest.mark.parametrize(("python", "installs"), [(sys.executable, False), ("false", True)])
 def test_demo_installs_syncbn_only_where_python_lacks_it(tmp_path, python, installs):
     command = ["make", "-n", "demo", f"PYTHON={python}", f"VENV={tmp_path}/venv"]
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    env = {**os.environ, "PYTHONSAFEPATH": ""}  # as users call it
+    printed = subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    ).stdout
     assert (f"{tmp_path}/venv/bin/pip install" in printed) == installs
 
 
