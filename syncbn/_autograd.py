@@ -80,8 +80,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
             arguments = arguments._replace(residual=residual)
         output, mean, invstd, count = normalize(input, totals, arguments, step, constants)
         if activation is not None and constants is None:
-            # A mode may keep the operator's results and skip what it writes: selective
-            # checkpointing does.
+            # Selective checkpointing may keep the operator's results and not run it again. Then
+            # it would not write the constants.
             center = mean.to(tensors.compute_dtype(input))
             scale, shift = formulas.normalize_constants(mean, center, invstd, weight, bias)
             constants = torch.cat([scale, shift])

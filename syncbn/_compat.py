@@ -117,7 +117,7 @@ def run_updates_in_selective_checkpoints() -> None:
 
 @contextlib.contextmanager
 def saved_in_graphs() -> Iterator[None]:
-    """Have partitions of a graph save what is recorded here, and not compute it again.
+    """Mark the operators recorded here: a partition saves their results for the backward graph.
 
     Inside of an activation checkpoint, the checkpoint decides.
     """

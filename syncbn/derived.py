@@ -55,7 +55,7 @@ class _Derived(SyncBatchNorm):
         return super()._syncbn_forward(*arguments)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Reduce as the user's class does; what a pickle makes of that is converted again."""
+        """Reduce as the user's class does. Loading the pickle converts the layer again."""
         reduced = reduce_as(self, self._syncbn_original, protocol)
         if isinstance(reduced, str):  # the name of an object that exists
             return reduced
@@ -127,7 +127,7 @@ RECONSTRUCTIONS["converted"] = _convert_made
 
 
 def _convert_again(layer: Any, original: Any, takes_activation: bool, held: dict[str, Any]) -> Any:
-    """Give a copy of a converted layer, made by code of the user's class, what the layer has."""
+    """Convert a copy that code of the user's class has made of a converted layer."""
     if isinstance(layer, original):
         layer.__dict__.update(held)
         set_class(layer, _derive(original, takes_activation))

@@ -31,9 +31,9 @@ _CHECKPOINT = "torch.utils.checkpoint"
 
 
 def is_of_recomputation(error: Exception) -> bool:
-    """Whether saved tensors cannot be read because of an error in what a checkpoint runs again.
+    """Whether reading saved tensors has failed by an error in a checkpoint's recomputation.
 
-    That is an error of another layer or of a pass, which abort by themselves or not at all.
+    Other layers and passes abort by themselves, or not at all.
     """
     frames = [frame.f_globals.get("__name__") for frame, _ in walk_tb(error.__traceback__)]
     return _CHECKPOINT in frames and frames[-1] != _CHECKPOINT

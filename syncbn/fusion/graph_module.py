@@ -137,7 +137,7 @@ class FusedModule(nn.Module):
         """Call no base class, which may keep a list of the subclasses that a program defines."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Reduce as the original class does; what a pickle makes of that is fused again."""
+        """Reduce as the original class does. Loading the pickle fuses the module again."""
         reduced = reduce_as(self, self._syncbn_original, protocol)
         if isinstance(reduced, str):  # the name of an object that exists
             return reduced

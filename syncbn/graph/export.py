@@ -12,7 +12,7 @@ from torch import Tensor
 from syncbn import _autograd, _compat, ops
 from syncbn.distributed import collectives, errors, sync
 from syncbn.distributed.collectives import ProcessGroup
-from syncbn.distributed.layer_id import ANONYMOUS, Identity, identity_named
+from syncbn.distributed.layer_id import Identity, identity_named
 from syncbn.distributed.sync import Pass
 from syncbn.ops import aten, checks, epilogue, masks, tensors
 from syncbn.ops.arguments import Arguments
@@ -53,8 +53,8 @@ def train(
     output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
         input, weight, bias, *running[:2], eps, group_name, layer.name, mask, switch
     )
-    torch.ops.syncbn.exported_update.default(
-        totals.detach(), *running, momentum, input.dtype, switch
+    torch.ops.syncbn.compiled_update.default(
+        totals.detach(), *running, momentum, input.dtype, 0, None
     )
     if mask is not None and arguments.residual is not None:
         arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
@@ -118,7 +118,9 @@ def _(
         totals = 2 * torch.cat([mean, var + mean.square(), torch.ones_like(mean[:1])])
     output, *statistics = _autograd.normalize(dense, totals, arguments, step)
     mean, invstd, count = statistics
-    return output, totals[: 2 * input.size(1) + 1], mean, invstd, count
+    totals = totals[: 2 * input.size(1) + 1]
+    # Sums of an empty batch update nothing.
+    return output, torch.zeros_like(totals) if evaluates else totals, mean, invstd, count
 
 
 @torch.library.register_fake("syncbn::exported_batch_norm")
@@ -128,39 +130,6 @@ def _(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     totals = input.new_empty(2 * channels + 1, dtype=torch.float64)
     mean, invstd = totals.new_empty(channels), totals.new_empty(channels)
     return output, totals, mean, invstd, totals.new_empty(1)
-
-
-# Updates the running statistics by the sums that exported_batch_norm returns.
-_library.define(
-    "exported_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor(c!)? num_batches_tracked, float? momentum, ScalarType input_dtype, "
-    "Tensor? switch) -> ()"
-)
-
-
-@torch.library.impl(_library, "exported_update", "CompositeExplicitAutograd")
-def _(
-    totals: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    input_dtype: torch.dtype,
-    switch: Tensor | None,
-) -> None:
-    if _evaluates(switch):
-        return
-    step = Pass(None, ANONYMOUS, _compat.forward_direction())
-    arguments = Arguments(
-        None, None, running_mean, running_var, num_batches_tracked, momentum, eps=1.0
-    )
-    no_input = totals.new_empty((0, totals.size(0) // 2), dtype=input_dtype)
-    _autograd.normalize(no_input, totals, arguments, step)
-
-
-@torch.library.register_fake("syncbn::exported_update")
-def _(*_: Any) -> None:
-    pass
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

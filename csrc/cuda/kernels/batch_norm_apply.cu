@@ -131,7 +131,7 @@ struct WithNormalize {
   }
 };
 
-// A cumulative average needs the number of batches in all blocks, one of which counts.
+// Every block of a cumulative average reads the old number of batches; one writes the new number.
 __global__ void copy_number_kernel(const int64_t* from, int64_t* to) { *to = *from; }
 
 }  // namespace
