@@ -1,5 +1,7 @@
 """Masks in compiled, exported and recorded layers, against eager ones."""
 
+import copy
+
 import pytest
 import torch
 from support.cases import make_input, make_mask
@@ -124,3 +126,14 @@ def test_make_fx_records_what_can_be_differentiated():
 
     recorded = make_fx(step)(x, mask)
     torch.testing.assert_close(recorded(spoiled(x, mask), mask), step(spoiled(x, mask), mask))
+
+
+def test_recorded_half_module_updates_its_statistics():
+    """Which are float16, as the input, beside float64 sums."""
+    layer = SyncBatchNorm(3).half()
+    x, mask = torch.randn(4, 3, 5).half(), torch.rand(4, 5) > 0.3
+    eager = copy.deepcopy(layer)
+    graph = torch.export.export(layer, (x, None, mask)).module()
+    torch.testing.assert_close(graph(x, None, mask), eager(x, None, mask))
+    assert torch.equal(graph.running_mean, eager.running_mean)
+    assert torch.equal(graph.running_var, eager.running_var)
