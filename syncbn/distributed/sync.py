@@ -334,16 +334,13 @@ def group_named(name: str | None, layer: Identity) -> ProcessGroup | None:
     Raises:
         RuntimeError: As :func:`syncbn.distributed.collectives.group_named`; the error names the
             layer.
-        ValueError: The group was destroyed.
     """
     if name is None:
         return None
     try:
-        group = collectives.group_named(name)
-        protocol.check_not_destroyed(group)  # torch 2.15 still knows the name
-    except (RuntimeError, ValueError) as error:
+        return collectives.group_named(name)
+    except RuntimeError as error:
         raise errors.with_layer_and_rank(error, layer, None) from error.__cause__
-    return group
 
 
 def group_held(reference: GroupReference, layer: Identity) -> ProcessGroup:
