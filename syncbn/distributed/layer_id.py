@@ -35,7 +35,8 @@ class Identity:
     def as_input(self) -> int:
         """Return an input of graphs for :func:`identity_from`, so that layers can share one."""
         Identity.by_key[self.key] = self
-        return _compat.DynamicInt(self.key << _NUMBER_BITS | self.number)
+        given: int = _compat.DynamicInt(self.key << _NUMBER_BITS | self.number)
+        return given
 
 
 class _State(Protocol):
