@@ -6,6 +6,7 @@
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from traceback import walk_tb
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -244,6 +245,16 @@ def count_operations(group: "ProcessGroup", device: torch.device) -> int:
     backend: Any = group._get_backend(device)
     number: int = backend._get_sequence_number_for_group()
     return number
+
+
+def timeout_of(group: "ProcessGroup", device: torch.device) -> timedelta:
+    """Return the timeout of the group's collectives on this device; torch's default if unknown."""
+    try:
+        backend: Any = group._get_backend(device)
+        timeout: timedelta = backend.options._timeout
+    except (AttributeError, RuntimeError):  # a backend in Python; one that compares collectives
+        return torch.distributed.constants.default_pg_timeout
+    return timeout
 
 
 def all_reduce(tensor: Tensor, group_name: str) -> Tensor:

@@ -13,12 +13,11 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from syncbn import _compat
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup, Work
-from syncbn.distributed.protocol import GroupState, group_state
+from syncbn.distributed.protocol import GroupState, group_state, states_over_nccl
 
 # For ranks whose hosts are busy with other work and do not know of the failure yet.
 _ALIGN_TIMEOUT = timedelta(seconds=5)
@@ -60,9 +59,7 @@ def _start(
     error: Exception, state: GroupState, size: int | None, device: torch.device | None
 ) -> _Started:
     """Write the reason to the store, and start the collective of the pass."""
-    group = state.group
-    device = collectives.likely_device(group, device)
-    is_asynchronous = state.is_asynchronous(device)
+    device = collectives.likely_device(state.group, device)
     text, work, has_failed = "", None, False
     # No error in here may hide the rank's own, or keep it from the others.
     with _no_trace(), _compat.without_dispatch_modes():
@@ -75,12 +72,9 @@ def _start(
             with contextlib.suppress(RuntimeError, ValueError):  # of a store that fails
                 size = state.size_to_abort(size, text, device)
             state.sizes_sent.append(size or 0)
-            with contextlib.suppress(Exception):  # of a group of any class
-                work = (
-                    collectives.start_sum(_aborting_message(size, device), group) if size else None
-                )
+            work = _send_abort(state, size, device, text) if size else None
     state.forget()
-    aligns = is_asynchronous and (has_failed or work is not None)
+    aligns = state.is_asynchronous(device) and (has_failed or work is not None)
     return _Started(state, device, text, work, aligns)
 
 
@@ -96,14 +90,24 @@ def _finish(started: _Started) -> None:
             started.work.wait()
 
 
-def take_part(state: GroupState, size: int, device: torch.device) -> None:
+def take_part(state: GroupState, size: int, device: torch.device, text: str) -> None:
     """Take part in the collective of the other ranks, which aborts it."""
     with contextlib.suppress(RuntimeError, ValueError):
-        work = collectives.start_sum(_aborting_message(size, device), state.group)
+        work = _send_abort(state, size, device, text)
         if state.is_asynchronous(device):
             _wait_until_sent(work, time.monotonic() + _SEND_SECONDS)
         elif work is not None:
             work.wait()
+
+
+def _send_abort(state: GroupState, size: int, device: torch.device, text: str) -> Work | None:
+    """Start the collective of a pass that this rank aborts."""
+    try:
+        return collectives.start_sum(state.aborting_message(size, device), state.group)
+    except Exception:  # of a group of any class, or of a device that has failed
+        if state.is_asynchronous(device):
+            leave(text)
+        return None
 
 
 def _wait_until_sent(work: Work | None, deadline: float) -> None:
@@ -113,12 +117,6 @@ def _wait_until_sent(work: Work | None, deadline: float) -> None:
     """
     while work is not None and not work.is_completed() and time.monotonic() < deadline:
         time.sleep(0.001)
-
-
-def _aborting_message(size: int, device: torch.device) -> Tensor:
-    message = torch.zeros(size, dtype=torch.float64, device=device)
-    message[-4] = torch.nan  # the count
-    return message
 
 
 @contextlib.contextmanager
@@ -141,7 +139,7 @@ def _no_trace() -> Iterator[None]:
 class Stop(NamedTuple):
     """The pass that the host of a rank had come to when it learned of a failure."""
 
-    num_passes: int
+    num_passes: int  # -1 of a rank that can make no more
     num_others: int  # collectives in the group that are not of passes
     sizes: list[int]  # of the latest messages
     text: str  # the error of a rank that failed by itself, or empty
@@ -150,7 +148,7 @@ class Stop(NamedTuple):
     def parse(cls, encoded: str) -> "Stop":
         """Return the stop that :meth:`encode` has encoded."""
         numbers, others, sizes, text = encoded.split(" ", 3)
-        return cls(int(numbers), int(others), [int(size) for size in sizes.split(",")], text)
+        return cls(int(numbers), int(others), [*map(int, filter(None, sizes.split(",")))], text)
 
     def encode(self) -> str:
         """Return the stop as text, for the store."""
@@ -176,18 +174,27 @@ def align(
 
     Each writes how many passes it has made, and ranks that are behind abort passes, because the
     devices of the others wait in them. A ``timeout`` of None is the store's. If the others do not
-    come, this rank makes no pass until they have come.
+    come, this rank makes no pass until they have come. So it is in the rank's other groups.
     """
-    state.is_misaligned = True
+    is_known, state.is_misaligned = state.is_misaligned, True
+    if state.is_lost:
+        return Alignment("", "this rank can take part in no collective any more")
     state.clear_statuses()
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return Alignment("", "a graph is being captured")
     try:
-        stops = _exchange_stops(state, device, text, timeout)
+        _write_stop(state, text)
+        notes = state.store.read_stops(state.num_alignments, state.num_ranks, timeout)
     except RuntimeError as error:
         return Alignment("", f"the group's store failed: {error}")
+    stops = {rank: Stop.parse(note) for rank, note in notes.items()}
     cause = next((f"rank {rank}: {stop.text}" for rank, stop in stops.items() if stop.text), "")
+    if not is_known:
+        _stop_all(text or cause)
+    lost = [rank for rank, stop in stops.items() if stop.num_passes < 0]
     absent = {*range(state.num_ranks)} - {*stops}
+    if lost:
+        return Alignment(cause, f"rank {lost[0]} can take part in no collective any more")
     if absent:
         return Alignment(cause, f"rank {min(absent)} does not know of it yet")
     ahead = max(stops.values())
@@ -201,22 +208,42 @@ def align(
     work = None
     for size in ahead.sizes[len(ahead.sizes) - num_behind :]:
         if size:
-            work = collectives.start_sum(_aborting_message(size, device), state.group)
+            work = collectives.start_sum(state.aborting_message(size, device), state.group)
     _wait_until_sent(work, time.monotonic() + _SEND_SECONDS)
     state.store.num_passes = ahead.num_passes
     state.num_alignments += 1
     state.is_misaligned = False
+    state.forget()
     return Alignment(cause, "")
 
 
-def _exchange_stops(
-    state: GroupState, device: torch.device, text: str, timeout: timedelta | None
-) -> dict[int, Stop]:
-    """Return the stops of the ranks that come in time, by rank."""
-    num_others = 0
+def leave(text: str) -> None:
+    """Tell all ranks that this one can take part in no collective any more, and why."""
+    for state in states_over_nccl():
+        state.is_lost = True
+    _stop_all(text)
+
+
+def _stop_all(text: str) -> None:
+    """Have the ranks of all groups over NCCL align before their next pass.
+
+    After a failure in one group, its ranks may make different numbers of passes in the others.
+    """
+    for state in states_over_nccl():
+        if not state.is_misaligned or state.is_lost:
+            state.is_misaligned = True
+            with contextlib.suppress(RuntimeError):  # of a store that fails
+                _write_stop(state, text)
+
+
+def _write_stop(state: GroupState, text: str) -> None:
+    """Write to the store where this rank stands."""
+    num_passes, num_others = state.store.num_passes, 0
     with contextlib.suppress(RuntimeError):  # of a backend that does not count them
-        num_operations = _compat.count_operations(state.group, device)
-        num_others = num_operations - state.store.num_passes
-    own = Stop(state.store.num_passes, num_others, [*state.sizes_sent], text).encode()
-    notes = state.store.exchange(state.num_alignments, own, state.group, timeout)
-    return {rank: Stop.parse(note) for rank, note in notes.items()}
+        device = collectives.likely_device(state.group)
+        num_others = _compat.count_operations(state.group, device) - num_passes
+    if state.is_lost:
+        num_passes = -1
+    stop = Stop(num_passes, num_others, [*state.sizes_sent], text).encode()
+    number, rank = state.num_alignments, state.group.rank()
+    state.store.write_stop(number, rank, stop, replaces=state.is_lost)

@@ -22,7 +22,6 @@ sizes have followed a pass, ranks that diverge there meet with different sizes.
 """
 
 import copy
-import time
 from collections import deque
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -32,6 +31,7 @@ from torch import Tensor
 from syncbn import _compat, ops
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import GroupReference, ProcessGroup
+from syncbn.distributed.device_status import DeviceStatus, has_come
 from syncbn.distributed.layer_id import ANONYMOUS, Identity, digest
 from syncbn.distributed.store import GroupStore, PassReport, text_of
 
@@ -114,54 +114,6 @@ class PassRecord:
         return f"the {self.name}" + ("" if self.direction == STEP else f" of {self.layer}")
 
 
-class DeviceStatus:
-    """The status of passes on a CUDA device: operators write it there, and the host reads it."""
-
-    def __init__(self, device: torch.device, waits: bool) -> None:
-        self._device, pins = device, device.type == "cuda"
-        # The device to wait for before reading; None to read without waiting.
-        self._waits_for = device if pins and waits else None
-        # 0, or the sum of the fingerprints of a pass; negative if a rank has aborted it.
-        self.note = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=pins)
-        # Recorded when the device has cleared the note; None before the first time.
-        self._cleared: torch.cuda.Event | None = None
-
-    def read(self) -> float:
-        """Return the note; 0 until the device has cleared an old one.
-
-        Over gloo the host waits for each sum. Then it waits here for the operator that verifies the
-        last sum, so that all ranks read the note at the same pass.
-        """
-        if self._waits_for is not None:
-            torch.cuda.synchronize(self._waits_for)
-        if self.note.item() == 0 or not (self._cleared is None or self._cleared.query()):
-            return 0.0
-        return self.note.item()
-
-    def clear(self) -> None:
-        """Clear the note, and the notes of passes that are queued on the device."""
-        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
-            self.note.zero_()
-            return
-        self.note.copy_(torch.zeros_like(self.note, device=self._device), non_blocking=True)
-        self._cleared = torch.cuda.current_stream(self._device).record_event()
-
-
-def _is_computed(totals: Tensor) -> bool:
-    """Whether the sums are there to be read; waits some seconds for a device."""
-    if not totals.is_cuda:
-        return True
-    if torch.cuda.is_current_stream_capturing():
-        return False
-    event = torch.cuda.current_stream(totals.device).record_event()
-    deadline = time.monotonic() + _DEVICE_SECONDS
-    while not event.query():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
-
-
 class GroupState:
     """The state of a process group on this rank: the passes made in it, and the expected ones."""
 
@@ -172,7 +124,8 @@ class GroupState:
         # For graphs of autograd; None if the reference would keep the group alive.
         self.reference = GroupReference(group) if _compat.is_registered(group) else None
         # A rank over NCCL may be passes ahead of another.
-        self.store = GroupStore(group, keeps_keys=backend not in ("", "gloo"))
+        self.is_over_nccl = backend not in ("", "gloo")
+        self.store = GroupStore(group, keeps_keys=self.is_over_nccl)
         # The records by key and number of their layer, and by direction; those of calls of
         # sync_batch_norm() by the position of the call.
         self._records: dict[tuple[int, int, str], PassRecord] = {}
@@ -205,11 +158,14 @@ class GroupState:
         self.statuses: dict[torch.device, DeviceStatus] = {}
         # The number of fingerprints in the sum that a status is about.
         self.num_verified = group.size()
-        # NCCL: sizes of the latest messages, how often ranks have aligned, see abort.align, and
-        # whether they may have made different numbers of passes.
+        # NCCL: sizes of the latest messages, how often ranks have aligned, see abort.align,
+        # whether they may have made different numbers of passes, and whether this rank can make
+        # no more.
         self.sizes_sent: deque[int] = deque(maxlen=_MAX_AHEAD)
         self.num_alignments = 0
-        self.is_misaligned = False
+        self.is_misaligned = self.is_lost = False
+        # A message of NaN, see aborting_message.
+        self._aborting: Tensor | None = None
 
     @property
     def group(self) -> ProcessGroup:
@@ -222,6 +178,10 @@ class GroupState:
     def num_ranks(self) -> int:
         """The size of the group, which may change."""
         return self.group.size()
+
+    def is_destroyed(self) -> bool:
+        """Whether torch.distributed has made the group and destroyed it since."""
+        return self.is_registered and not _compat.is_registered(self.group)
 
     def record(self, layer: Identity, direction: str) -> PassRecord:
         """Return the record of a pass."""
@@ -283,6 +243,8 @@ class GroupState:
         if size not in last.sizes:
             # A dispatch mode, as of selective checkpointing, must see the same calls in each pass.
             with _compat.without_dispatch_modes():
+                if device.type != "cpu" and not _compat.is_faking():
+                    self.aborting_message(size, device)
                 expected = self._expected()
                 if expected == 0:
                     other = self._compare(record, device)
@@ -342,7 +304,9 @@ class GroupState:
         Some ranks may expect nothing, as after they have replaced a layer. If the other k ranks
         expect s, the sums of next sizes and of their squares are k s and k s².
         """
-        if self._totals is None or not _is_computed(self._totals):
+        if self._totals is None:
+            return 0
+        if self._totals.is_cuda and not has_come(self._totals.device, _DEVICE_SECONDS):
             return 0
         next_sizes, squares = self._totals[-2:].tolist()
         if next_sizes == 0 or squares % next_sizes != 0 or next_sizes**2 % squares != 0:
@@ -372,6 +336,8 @@ class GroupState:
         fingerprint = float(8 * digest(self.size, int(record.fingerprint)))
         message[-3] = fingerprint
         totals = collectives.all_reduce_sum(message, self.group)
+        if self.is_asynchronous(device) and not has_come(device, self.timeout):
+            raise RuntimeError(f"the sums did not come in {self.timeout:.0f} s")
         ops.verify_sums(totals.cpu(), self.sum_of(fingerprint))
 
     def _count_operations(self, device: torch.device) -> int | None:
@@ -402,6 +368,14 @@ class GroupState:
                 return found
         return 0.0
 
+    def has_stalled(self) -> bool:
+        """Whether a device stands still, see :meth:`DeviceStatus.has_stalled`."""
+        return any(status.has_stalled() for status in self.statuses.values())
+
+    def is_told(self) -> bool:
+        """Whether another rank has written of a failure to the group's store."""
+        return self.store.has_failure(self.num_alignments)
+
     def clear_statuses(self) -> None:
         """Clear the notes of all devices."""
         for status in self.statuses.values():
@@ -415,6 +389,28 @@ class GroupState:
             and self.is_asynchronous(device)
             and not torch.cuda.is_current_stream_capturing()
         )
+
+    def aborting_message(self, size: int, device: torch.device) -> Tensor:
+        """Return a message that aborts a pass, for its count is NaN.
+
+        On a device it is part of the largest one so far. :meth:`enter` makes it, because a device
+        that is full has no memory when it is needed.
+        """
+        kept, number = self._aborting, device.index
+        is_there = kept is not None and kept.device.type == device.type
+        if kept is None or not is_there or number not in (None, kept.device.index):
+            kept = None
+        if kept is None or kept.numel() < size:
+            with _compat.without_dispatch_modes(), torch.inference_mode(False):
+                kept = torch.full((size,), torch.nan, dtype=torch.float64, device=device)
+            if not _compat.is_in_cuda_graph(kept):
+                self._aborting = kept
+        return kept[:size]
+
+    @property
+    def timeout(self) -> float:
+        """How many seconds a collective on CUDA may take."""
+        return _compat.timeout_of(self.group, torch.device("cuda")).total_seconds()
 
     def is_asynchronous(self, device: torch.device) -> bool:
         """Whether the host goes on before the sums on this device are known, as over NCCL."""
@@ -432,9 +428,15 @@ def group_state(group: ProcessGroup) -> GroupState:
     return state
 
 
+def states_over_nccl() -> list[GroupState]:
+    """Return the states of all groups whose collectives on CUDA no host waits for."""
+    known = [*_states.items()]
+    return [state for _, state in known if state.is_over_nccl and not state.is_destroyed()]
+
+
 def check_not_destroyed(group: ProcessGroup) -> None:
     """Raise ValueError if torch.distributed has made the group and destroyed it since."""
-    if group_state(group).is_registered and not _compat.is_registered(group):
+    if group_state(group).is_destroyed():
         raise collectives.destroyed(group.rank(), group.group_name)
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from syncbn import _compat
 from syncbn.distributed import collectives
-from syncbn.distributed.collectives import ProcessGroup
+from syncbn.distributed.collectives import ProcessGroup, Store
 
 # The ranks come out of the same collective, but some may be busy.
 _REPORT_TIMEOUT = timedelta(seconds=5)
@@ -140,27 +140,48 @@ class GroupStore:
             return PassReport.parse(self._store.get(second))
         return None
 
-    def exchange(
-        self, number: int, own: str, group: ProcessGroup, timeout: timedelta | None
-    ) -> dict[int, str]:
-        """Write this rank's note on failure ``number``; return those that come in time, by rank.
+    def write_stop(self, number: int, rank: int, stop: str, *, replaces: bool) -> None:
+        """Write where this rank stands at failure ``number``, and that there is one.
+
+        Raises:
+            RuntimeError: The store fails, or there is none.
+        """
+        store, key = self._writable(), self._key_of_stop(number, rank)
+        if replaces:
+            store.set(key, _storable(stop))
+        else:
+            store.compare_set(key, "", _storable(stop))
+        store.set(self._key_of_stop(number), "")
+
+    def has_failure(self, number: int) -> bool:
+        """Whether a rank has written its stop at failure ``number``."""
+        with contextlib.suppress(RuntimeError):
+            return self._store is not None and self._store.check([self._key_of_stop(number)])
+        return False
+
+    def read_stops(self, number: int, num_ranks: int, timeout: timedelta | None) -> dict[int, str]:
+        """Return the stops at failure ``number`` that come in time, by rank.
 
         The timeout is the store's where it is None.
 
         Raises:
             RuntimeError: The store fails, or there is none.
         """
-        store = self._store
-        if store is None:
-            raise RuntimeError("the group has none")
-        keys = [f"{self._prefix}/failure {number}/{rank}" for rank in range(group.size())]
-        if not store.check([keys[group.rank()]]):
-            store.set(keys[group.rank()], _storable(own))
+        store = self._writable()
+        keys = [self._key_of_stop(number, rank) for rank in range(num_ranks)]
         with contextlib.suppress(RuntimeError):  # the time has passed
             store.wait(keys, *([] if timeout is None else [timeout]))
         return {
             rank: store.get(key).decode() for rank, key in enumerate(keys) if store.check([key])
         }
+
+    def _writable(self) -> Store:
+        if self._store is None:
+            raise RuntimeError("the group has none")
+        return self._store
+
+    def _key_of_stop(self, number: int, rank: int | str = "any") -> str:
+        return f"{self._prefix}/failure {number}/{rank}"
 
     def _key_of_pass(self, word: str, *, is_written: bool = True) -> str:
         key = f"{self._prefix}/pass {self.num_passes}/{word}"

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from syncbn import _compat, ops
-from syncbn.distributed import abort, collectives, errors, protocol
+from syncbn.distributed import abort, collectives, earlier_failures, errors, protocol
 from syncbn.distributed.collectives import GroupReference, ProcessGroup
-from syncbn.distributed.layer_id import ANONYMOUS, Identity
-from syncbn.distributed.protocol import STEP, GroupState, PassRecord, group_state
+from syncbn.distributed.device_status import has_failed
+from syncbn.distributed.layer_id import Identity
+from syncbn.distributed.protocol import STEP, PassRecord, group_state
+from syncbn.distributed.store import text_of
 from syncbn.ops import checks
 from syncbn.ops.arguments import Arguments
 
@@ -65,8 +67,8 @@ class Pass:
         """
         if self.record is not None:
             state = self.record.state
-            if state.is_misaligned or state.read_statuses() != 0:
-                _raise_earlier_failure(state)
+            if state.is_misaligned or state.statuses:
+                earlier_failures.check(state)
             if self.direction == "forward" and (join := _compat.join_config()) is not None:
                 self._check_join(join)
 
@@ -139,6 +141,8 @@ class Pass:
             totals = collectives.all_reduce_sum(message, group, label)
         except (RuntimeError, ValueError) as error:
             if not errors.is_own(error):
+                if state.is_asynchronous(message.device):  # NCCL takes no further collective
+                    abort.leave(text_of(error))
                 raise errors.of_collective(error, record) from error
             if not _compat.has_started(error):
                 self._withdraw(error, message.numel(), message.device)
@@ -157,8 +161,7 @@ class Pass:
             return
         state, size, device = record.state, message.numel(), message.device
         if state.must_settle(size, device):
-            torch.cuda.current_stream(device).synchronize()
-            _raise_earlier_failure(state)
+            self._wait_for(device)
         try:
             other = state.enter(record, size, device)
         except (ops.PassesDifferError, ops.AbortedError) as error:
@@ -183,9 +186,22 @@ class Pass:
         text = state.report_abort(error)
         device = collectives.likely_device(state.group, device)
         with _compat.without_dispatch_modes():  # which may have raised the error
-            abort.take_part(state, size, device)
+            abort.take_part(state, size, device, text)
         if state.is_asynchronous(device):
             abort.align(state, device, text)
+
+    def _wait_for(self, device: torch.device) -> None:
+        """Wait until the device has the sums of all passes so far.
+
+        Raises:
+            RuntimeError: One of them has failed, or does not end in the time of a collective.
+        """
+        assert self.record is not None
+        state = self.record.state
+        try:
+            earlier_failures.wait_for(device, state)
+        except TimeoutError as error:
+            raise errors.of_collective(error, self.record) from None
 
     def _not_switched(self, error: Exception, device: torch.device) -> Exception:
         """Return the error of a rank that wanted to send another size than the others expected."""
@@ -238,17 +254,25 @@ class Pass:
 
     def verify_on_host(self, totals: Tensor) -> Tensor:
         """Return the sums on the CPU, after :meth:`verify`; waits for the device."""
-        device, totals = totals.device, totals.cpu()
+        device, record = totals.device, self.record
+        if record is not None and record.state.is_asynchronous(device):
+            self._wait_for(device)
+        totals = totals.cpu()
         try:
             return self.verify(totals)
         except RuntimeError:
-            if self.record is not None and self.record.state.is_asynchronous(device):
-                abort.align(self.record.state, device)  # with those that know it, or are to
+            if record is not None and record.state.is_asynchronous(device):
+                abort.align(record.state, device)  # with those that know it, or are to
             raise
 
     def error(self, error: Exception) -> Exception:
         """Return an operator's error with the layer, the rank and the passes of other ranks."""
-        return self.abort(error) if self.record is None else errors.of_operator(error, self.record)
+        if self.record is None:
+            return self.abort(error)
+        device = self._size_and_device()[1]
+        if device is not None and has_failed(device):
+            abort.leave(text_of(error))
+        return errors.of_operator(error, self.record)
 
     def _record_of(self, totals: Tensor) -> PassRecord:
         """Return the record of the pass that computed the sums.
@@ -283,49 +307,6 @@ class Pass:
 def _has_values(totals: Tensor) -> bool:
     """Whether the host can read the sums: not on meta, nor on CUDA, where it would have to wait."""
     return type(totals) is Tensor and not (totals.is_cuda or totals.is_meta)
-
-
-def _raise_earlier_failure(state: GroupState) -> None:
-    """Raise RuntimeError if an earlier pass of the group on CUDA was inconsistent.
-
-    The host does not wait for the device; here it reads the statuses that operators have written
-    since. This rank sends no message of this pass. Over NCCL, ranks whose hosts have gone further
-    may wait for it; :func:`abort.align` takes part in their collectives.
-    """
-    group, hindrance = state.group, ""
-    device = collectives.likely_device(group)
-    if state.is_misaligned:
-        hindrance = abort.align(state, device, timeout=None).hindrance
-        if hindrance:
-            text = (
-                "an earlier pass failed, and since then the ranks may have made different numbers "
-                f"of passes: {hindrance}; call destroy_process_group(), then init_process_group()"
-            )
-            raise errors.with_layer_and_rank(RuntimeError(text), ANONYMOUS, group)
-    found = state.read_statuses()
-    if found == 0:
-        return
-    failed = state.describe(round(abs(found) / state.num_verified))
-    if state.is_asynchronous(device):
-        cause, hindrance = abort.align(state, device)
-    else:  # all ranks have made as many passes
-        state.clear_statuses()
-        report = state.store.read_abort()
-        cause = "" if report is None else f"rank {report.rank}: {report.text}"
-    state.forget_records()  # they hold the sizes that have followed in that pass
-    if found > 0:
-        reason = "another rank made another pass in its place"
-    else:
-        reason = "another rank of the process group aborted it because of an error"
-        reason += "" if cause else ", or NCCL lost that rank"
-    text = (
-        f"{failed} gave NaN: {reason}{cause and f'; {cause}'}; raised in a "
-        "later pass because the host does not wait for CUDA: it may be hundreds of launches ahead "
-        "of the device, and what it has launched since then gave NaN or sums that belong to no pass"
-    )
-    if hindrance:
-        text += f"; the ranks are not aligned yet: {hindrance}"
-    raise errors.with_layer_and_rank(RuntimeError(text), ANONYMOUS, group)
 
 
 def group_named(name: str | None, layer: Identity) -> ProcessGroup | None:

@@ -71,6 +71,9 @@ void with_workspace(const Plan& plan, const Function& function) {
 
 extern "C" {
 
+// Has the following launches run only their last block, or all.
+void run_last_block(bool only) { emulation::runs_last_block = only; }
+
 // The plan of a reduction for three tensors like the input.
 const char* plan(const Call* call, const void* a, const void* b, const void* c, int64_t* fields) {
   return run(*call, [&] {

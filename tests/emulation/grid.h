@@ -51,6 +51,9 @@ inline Range unwritten;
 enum class Order { kForward, kReverse, kShuffled };
 inline Order order = Order::kForward;
 
+// Whether only the last block of a launch runs.
+inline bool runs_last_block = false;
+
 constexpr unsigned kWarpSize = 32;
 constexpr unsigned kMaxThreads = 1024;
 constexpr size_t kMaxSharedBytes = 48 * 1024;  // of a launch without cudaFuncSetAttribute
@@ -357,7 +360,10 @@ inline void run_grid(dim3 grid, dim3 block, size_t shared_bytes,
   }
   idle.resize(order == Order::kShuffled ? kShuffledBlocks : 1);
   std::mt19937 generator(0);
-  const auto block_turns = turns(size_t{grid.x} * grid.y * grid.z, generator);
+  auto block_turns = turns(size_t{grid.x} * grid.y * grid.z, generator);
+  if (runs_last_block) {
+    block_turns = {static_cast<unsigned>(block_turns.size() - 1)};
+  }
   auto next = block_turns.begin();
   while (true) {
     for (; !idle.empty() && next != block_turns.end(); ++next) {

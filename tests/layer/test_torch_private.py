@@ -5,6 +5,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -126,7 +127,7 @@ def test_versions_are_incremented():
 
 
 def ask_groups(rank, world_size):
-    pair = dist.new_group(list(range(world_size)))
+    pair = dist.new_group(list(range(world_size)), timeout=timedelta(seconds=17))
     before = _compat.count_operations(pair, torch.device("cpu"))
     dist.all_reduce(torch.ones(1), group=pair)
     after = _compat.count_operations(pair, torch.device("cpu"))
@@ -138,12 +139,14 @@ def ask_groups(rank, world_size):
         "cpu" in _compat.device_types(pair),
         after - before,
         _compat.backend_name(pair, torch.device("cpu")),
+        _compat.timeout_of(pair, torch.device("cpu")),
         summed.tolist(),
     )
 
 
 def test_groups_are_found_counted_and_summed_over(two_ranks):
-    assert two_ranks.run(ask_groups) == [(True, True, 1, "gloo", [3.0, 3.0])] * 2
+    expected = (True, True, 1, "gloo", timedelta(seconds=17), [3.0, 3.0])
+    assert two_ranks.run(ask_groups) == [expected] * 2
 
 
 def ask_join(rank, world_size):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from support.ranks import Ranks
 
 from syncbn import SyncBatchNorm
-from syncbn.distributed import abort, sync
+from syncbn.distributed import abort, earlier_failures
 from syncbn.distributed.protocol import group_state
 
 CPU = torch.device("cpu")
@@ -27,8 +27,8 @@ def hear_late(rank, world_size, status, name, direction):
     fingerprint = state.record(layer._syncbn.identity, direction).fingerprint
     state.status(CPU).note.fill_(status * world_size * fingerprint)
     with pytest.raises(RuntimeError) as error:
-        sync._raise_earlier_failure(state)
-    sync._raise_earlier_failure(state)  # says it once
+        earlier_failures.check(state)
+    earlier_failures.check(state)  # says it once
     del state.statuses[CPU]
     return str(error.value)
 

@@ -27,6 +27,10 @@ STANDIN_API const char* standin_take_log();
 // Adds a line to the log.
 STANDIN_API void standin_log(const char* kind, const char* name);
 
+// Has a launch of a kernel with code fail: the next one is number 1. With the device, the device
+// fails as well.
+STANDIN_API void standin_fail_launch(int number, bool with_device);
+
 #ifndef STANDIN_WITHOUT_CUDA  // the emulated threads have a dim3 of their own
 #include <cuda_runtime_api.h>
 

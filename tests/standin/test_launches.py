@@ -127,3 +127,24 @@ def test_a_failed_device_stays_failed():
         print(errors)
     """
     assert run_script(script) == "[True, True, True]"
+
+
+@pytest.mark.parametrize("ends_device", [False, True])
+def test_a_launch_fails_where_it_is_told_to(ends_device):
+    script = f"""
+        from own_kernel import *
+        register()
+        address, stream = allocate(), make_stream()
+        library.standin_fail_launch(2, {ends_device})
+        outcomes = []
+        for _ in range(4):
+            try:
+                launch(FUNCTION, address, stream)
+                outcomes.append("runs")
+            except CudaError as error:
+                outcomes.append(error)
+        print(*outcomes, sep=", ")
+    """
+    failed = "standin: a planted failure"
+    after = [failed] * 2 if ends_device else ["runs"] * 2
+    assert run_script(script) == ", ".join(["runs", failed, *after])

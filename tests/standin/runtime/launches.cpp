@@ -4,6 +4,7 @@
 // which spins for a number of cycles. The launch of any other is an error that names it.
 #include <cxxabi.h>
 
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include <thread>
 #include <vector>
 
+#include "devices.h"
 #include "enqueue.h"
 #include "errors.h"
 #include "kernels.h"
@@ -48,6 +50,21 @@ std::string demangle(const std::string& name) {
   return result;
 }
 
+// The launch that is to fail, counted down, and whether the device fails with it.
+std::atomic<int> launches_to_failure{0};
+std::atomic<bool> ends_device{false};
+
+cudaError_t find_planted_failure() {
+  if (launches_to_failure == 0 || --launches_to_failure != 0) {
+    return cudaSuccess;
+  }
+  if (ends_device) {
+    fail_device(current_device(), "a planted failure");
+    return check_device(current_device());
+  }
+  return fail(cudaErrorLaunchOutOfResources, "a planted failure");
+}
+
 cudaError_t refuse_launch(const std::string& words) {
   std::fprintf(stderr, "standin: %s\n", words.c_str());
   return fail(cudaErrorInvalidDeviceFunction, words);
@@ -75,6 +92,10 @@ cudaError_t launch(const void* function, dim3 grid, dim3 block, void** arguments
   if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0) {
     return fail(cudaErrorInvalidConfiguration, "a launch of nothing of " + demangle(*name));
   }
+  const cudaError_t planted = find_planted_failure();
+  if (planted != cudaSuccess) {
+    return planted;
+  }
   Launch call{kernel, grid, block, shared_bytes, {}};
   for (size_t i = 0; i < kernel->sizes.size(); ++i) {
     const auto* const from = static_cast<const unsigned char*>(arguments[i]);
@@ -93,6 +114,11 @@ struct Configuration {
 thread_local Configuration next_launch;
 
 }  // namespace
+
+STANDIN_API void standin_fail_launch(int number, bool with_device) {
+  launches_to_failure = number;
+  ends_device = with_device;
+}
 
 STANDIN_API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared_bytes,
                                                  void* stream) {

@@ -1,0 +1,92 @@
+"""What a rank asks a CUDA device, for which its host does not wait."""
+
+import time
+from collections.abc import Callable
+
+import torch
+
+# Between two questions to a device whether it has come to a launch.
+_STALL_SECONDS = 1.0
+
+
+class DeviceStatus:
+    """The status of passes on a CUDA device: operators write it there, and the host reads it."""
+
+    def __init__(self, device: torch.device, waits: bool) -> None:
+        self._device, pins = device, device.type == "cuda"
+        # The device to wait for before reading; None to read without waiting.
+        self._waits_for = device if pins and waits else None
+        # 0, or the sum of the fingerprints of a pass; negative if a rank has aborted it.
+        self.note = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=pins)
+        # Made now, because a device that is full has no memory when it is needed.
+        self._zero = torch.zeros_like(self.note, device=device)
+        # Recorded when the device has cleared the note; None before the first time.
+        self._cleared: torch.cuda.Event | None = None
+        # Recorded when the device was last asked, and the time of the next question.
+        self._launched: torch.cuda.Event | None = None
+        self._asks_at = 0.0
+
+    def read(self) -> float:
+        """Return the note; 0 until the device has cleared an old one.
+
+        Over gloo the host waits for each sum. Then it waits here for the operator that verifies the
+        last sum, so that all ranks read the note at the same pass.
+        """
+        if self._waits_for is not None:
+            torch.cuda.synchronize(self._waits_for)
+        if self.note.item() == 0 or not (self._cleared is None or self._cleared.query()):
+            return 0.0
+        return self.note.item()
+
+    def clear(self) -> None:
+        """Clear the note, and the notes of passes that are queued on the device."""
+        if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+            self.note.zero_()
+            return
+        self.note.copy_(self._zero, non_blocking=True)
+        self._cleared = torch.cuda.current_stream(self._device).record_event()
+
+    def has_stalled(self) -> bool:
+        """Whether the device has not come to a launch of a second ago; True once a second."""
+        now = time.monotonic()
+        if now < self._asks_at or self._device.type != "cuda":
+            return False
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        self._asks_at = now + _STALL_SECONDS
+        if self._launched is not None and not self._launched.query():
+            return True
+        self._launched = torch.cuda.current_stream(self._device).record_event()
+        return False
+
+
+def has_failed(device: torch.device) -> bool:
+    """Whether a CUDA device reports an error in each call, as after an access to no memory."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.current_stream(device).query()
+    except RuntimeError:
+        return not torch.cuda.is_current_stream_capturing()
+    return False
+
+
+def has_come(
+    device: torch.device, seconds: float, gives_up: Callable[[], bool] = lambda: False
+) -> bool:
+    """Wait until a CUDA device has done all that was launched on the current stream.
+
+    ``torch.cuda.synchronize()`` would wait for a collective of a rank that has failed, too.
+
+    Returns:
+        False after ``seconds``, once ``gives_up()`` is true, or while a graph is captured.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    event = torch.cuda.current_stream(device).record_event()
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if gives_up() or time.monotonic() > deadline:
+            return False
+        time.sleep(0.0002)
+    return True

@@ -1,0 +1,37 @@
+"""A launch that fails, after which the device works on: on the stand-in only."""
+
+import pytest
+import torch
+from support.cuda_device import IS_STANDIN, fail_launch
+
+from syncbn import SyncBatchNorm
+
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not IS_STANDIN, reason="a GPU refuses no launch when it is told to"),
+]
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("shape", [(4, 3, 5, 5), (512, 8, 16, 16), (2, 3)])
+def test_running_statistics_and_counter_change_together(shape, momentum):
+    """Whichever launch of a forward pass fails."""
+    layer = SyncBatchNorm(shape[1], momentum=momentum, device="cuda")
+    x = torch.rand(shape, device="cuda")
+    layer(x)
+    num_failed = 0
+    for number in range(1, 10):
+        before = [buffer.clone() for buffer in layer.buffers()]
+        torch.cuda.synchronize()
+        fail_launch(number)
+        try:
+            layer(x + number)
+        except RuntimeError as error:
+            assert "a planted failure" in str(error)
+            num_failed += 1
+        fail_launch(0)
+        torch.cuda.synchronize()
+        same = {torch.equal(a, b) for a, b in zip(before, layer.buffers(), strict=True)}
+        assert len(same) == 1, number
+    assert num_failed > 0
+    assert layer.num_batches_tracked == 10 - num_failed

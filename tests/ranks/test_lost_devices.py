@@ -1,0 +1,194 @@
+"""Ranks over NCCL whose device is full or has failed, and failures in one of several groups."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.cuda_device import IS_STANDIN, fail_launch
+from support.ranks import Ranks
+
+from syncbn import SyncBatchNorm
+
+pytestmark = pytest.mark.cuda
+
+on_standin = pytest.mark.skipif(
+    not IS_STANDIN, reason="a GPU is shared by the ranks, and cannot be made to fail for one"
+)
+
+
+OVER_NCCL = {
+    "STANDIN_STREAMS": "async",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    # NCCL's watchdog would end the process of the failed device after some 0.1 s.
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+}
+
+
+def named(channels, name, group=None):
+    layer = SyncBatchNorm(channels, process_group=group)
+    layer._syncbn = layer._syncbn.with_name(name)
+    return layer
+
+
+def has_arrived(seconds):
+    """Whether the device has done its work in this time; the host goes on if not."""
+    event = torch.cuda.current_stream().record_event()
+    end = time.monotonic() + seconds
+    while not event.query() and time.monotonic() < end:
+        time.sleep(0.01)
+    return event.query()
+
+
+def step(layers, inputs):
+    outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+    sum(output.square().sum() for output in outputs).backward()
+
+
+def heard(run, num_steps=12):
+    """Return the first error of a number of steps, and the seconds until then."""
+    start = time.monotonic()
+    for _ in range(num_steps):
+        try:
+            run()
+        except (RuntimeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}", time.monotonic() - start
+        has_arrived(1)
+    return "", time.monotonic() - start
+
+
+def fill_device():
+    """Return tensors that leave no byte."""
+    kept, size = [], 1 << 28
+    while size:
+        try:
+            kept.append(torch.empty(size, dtype=torch.uint8))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return kept
+
+
+def run_with_full_device(rank, world_size, when):
+    layer, x = named(8, "bn0"), torch.rand(4, 8, 8, 8).requires_grad_()
+    dist.all_reduce(torch.zeros(1))  # NCCL takes memory for the first collective
+    for _ in range(0 if when == "first" else 2):
+        step([layer], [x])
+    torch.cuda.synchronize()
+    before = [buffer.clone() for buffer in layer.buffers()]
+    output = layer(x) if when == "backward" else None
+    torch.cuda.synchronize()
+    kept = fill_device() if rank == 1 else []
+
+    def run():
+        if when == "backward":
+            torch.autograd.grad(output, x, output, retain_graph=True)
+        else:
+            layer(x)
+
+    words, seconds = heard(run)
+    if when == "first":
+        return words, seconds, True
+    kept.clear()
+    torch.cuda.synchronize()
+    return words, seconds, when == "backward" or all(map(torch.equal, before, layer.buffers()))
+
+
+@on_standin
+@pytest.mark.parametrize("when", ["first", "later", "backward"])
+def test_rank_with_a_full_device_tells_the_others(when):
+    """Its abort takes memory from before; in a first pass it has none, and writes to the store."""
+    env = {**OVER_NCCL, "STANDIN_MEMORY": str(64 << 20)}
+    with Ranks(2, env, backend="nccl", device="cuda", case_seconds=60) as ranks:
+        results = ranks.run(run_with_full_device, when)
+    (words, seconds, is_unchanged), (own, _, own_unchanged) = results
+    assert own.startswith("OutOfMemoryError: CUDA out of memory"), own
+    direction = "backward" if when == "backward" else "forward"
+    if when == "first":
+        assert "this rank's device waits in an earlier pass: another rank has failed" in words
+    else:
+        assert f"the {direction} pass of layer 'bn0' gave NaN: another rank of the" in words
+    assert "rank 1: OutOfMemoryError: CUDA out of memory" in words
+    assert is_unchanged and own_unchanged
+    assert seconds < 15
+
+
+DIRECTIONS = {
+    "statistics": ("forward", 1),
+    "apply": ("forward", 2),
+    "reduce": ("backward", 1),
+    "backward-apply": ("backward", 3),
+}
+
+
+def run_with_failed_device(rank, world_size, point):
+    """The device of rank 1 fails at a launch; the other ranks train on in a new group."""
+    layers = [named(4, "bn0"), named(4, "bn1"), named(6, "bn2")]
+    inputs = [torch.rand(5, layer.num_features).requires_grad_() for layer in layers]
+    for _ in range(2):
+        step(layers, inputs)
+    torch.cuda.synchronize()
+
+    def run():
+        direction, number = DIRECTIONS[point]
+        if rank == 1 and direction == "forward":
+            fail_launch(number, ends_device=True)
+        outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
+        loss = sum(output.square().sum() for output in outputs)
+        if rank == 1:
+            fail_launch(number, ends_device=True)
+        loss.backward()
+
+    words, seconds = heard(run)
+    if rank == 1:
+        time.sleep(8)  # its process ends later than the others hear of it
+        return words, seconds, []
+    again, _ = heard(run, num_steps=1)
+    return words, seconds, again
+
+
+@on_standin
+@pytest.mark.parametrize("point", DIRECTIONS)
+def test_rank_with_a_failed_device_tells_the_others(point):
+    with Ranks(2, OVER_NCCL, backend="nccl", device="cuda", case_seconds=90) as ranks:
+        (words, seconds, again), (own, *_) = ranks.run(run_with_failed_device, point)
+    assert "a planted failure" in own
+    assert "another rank has failed; rank 1: RuntimeError: syncbn: a CUDA kernel" in words, words
+    assert "rank 1 can take part in no collective any more" in words
+    assert seconds < 15
+    assert "rank 1 can take part in no collective any more" in again
+
+
+def fail_in_one_of_two_groups(rank, world_size, point, members):
+    """Rank 1 fails in one group; each rank hears of it, and then trains on in both."""
+    first, second = dist.new_group(), dist.new_group(members)
+    layers = [named(4, "a0", first), named(6, "a1", first)]
+    if rank in members:
+        layers = [layers[0], named(4, "b0", second), layers[1], named(6, "b1", second)]
+    inputs = [torch.rand(5, layer.num_features).requires_grad_() for layer in layers]
+    for _ in range(2):
+        step(layers, inputs)
+    torch.cuda.synchronize()
+    given = [*inputs]
+    if rank == 1:
+        given[point] = given[point].long()
+    words, seconds = heard(lambda: step(layers, given))
+    for layer in layers:
+        layer.reset_running_stats()
+    step(layers, inputs)
+    step(layers, inputs)
+    arrived = has_arrived(10)
+    trains = arrived and all(layer.running_var.isfinite().all() for layer in layers)
+    return words, seconds, trains
+
+
+@pytest.mark.parametrize("point", [1, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_failure_in_one_group_is_heard_in_all(world_size, point):
+    """Of three ranks, one is not in the group of the failure."""
+    env = {"STANDIN_STREAMS": "async"} if IS_STANDIN else {}
+    with Ranks(world_size, env, backend="nccl", device="cuda", case_seconds=60) as ranks:
+        results = ranks.run(fail_in_one_of_two_groups, point, [0, 1])
+    for words, seconds, trains in results:
+        assert "TypeError: expected input of dtype" in words
+        assert seconds < 15
+        assert trains
