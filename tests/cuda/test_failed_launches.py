@@ -25,7 +25,7 @@ def test_running_statistics_and_counter_change_together(shape, momentum):
         torch.cuda.synchronize()
         fail_launch(number)
         try:
-            layer(x + number)
+            layer(x * number)
         except RuntimeError as error:
             assert "a planted failure" in str(error)
             num_failed += 1

@@ -344,6 +344,40 @@ def test_graph_with_collectives_and_an_empty_rank():
             assert all(same), same
 
 
+def replay_graphs_that_differ(rank, world_size):
+    """Each rank has a graph of another layer; return what a pass after the replays raises."""
+    layers = [SyncBatchNorm(3), SyncBatchNorm(3)]
+    for number, layer in enumerate(layers):
+        layer._syncbn = layer._syncbn.with_name(f"bn{number}")
+    x = make_input((4, 3, 5, 5), "contiguous", torch.float32)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for layer in layers * 2:
+            layer(x)
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    before = [buffer.clone() for layer in layers for buffer in layer.buffers()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        output = layers[rank](x)
+    for _ in range(2):
+        graph.replay()
+    torch.cuda.synchronize()
+    after = [buffer for layer in layers for buffer in layer.buffers()]
+    with torch.no_grad(), pytest.raises(RuntimeError) as error:
+        layers[0](x[:0])
+    is_unchanged = all(map(torch.equal, before, after))
+    return output.isnan().all().item(), is_unchanged, str(error.value)
+
+
+def test_empty_pass_tells_of_graphs_that_differ():
+    with Ranks(2, backend="nccl", device="cuda", case_seconds=90) as own:
+        for is_nan, is_unchanged, words in own.run(replay_graphs_that_differ):
+            assert is_nan and is_unchanged
+            assert "gave NaN: another rank made another pass in its place" in words
+
+
 def compile_and_train(rank, world_size):
     torch._dynamo.reset()
 
