@@ -12,10 +12,12 @@ _STALL_SECONDS = 1.0
 class DeviceStatus:
     """The status of passes on a CUDA device: operators write it there, and the host reads it."""
 
-    def __init__(self, device: torch.device, waits: bool) -> None:
+    def __init__(self, device: torch.device, wait_seconds: float | None) -> None:
         self._device, pins = device, device.type == "cuda"
-        # The device to wait for before reading; None to read without waiting.
-        self._waits_for = device if pins and waits else None
+        # How long to wait before reading; None to read without waiting.
+        self._wait_seconds = wait_seconds if pins else None
+        # The stream to wait for.
+        self._stream: torch.cuda.Stream | None = None
         # 0, or the sum of the fingerprints of a pass; negative if a rank has aborted it.
         self.note = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=pins)
         # Made now, because a device that is full has no memory when it is needed.
@@ -32,11 +34,16 @@ class DeviceStatus:
         Over gloo the host waits for each sum. Then it waits here for the operator that verifies the
         last sum, so that all ranks read the note at the same pass.
         """
-        if self._waits_for is not None:
-            torch.cuda.synchronize(self._waits_for)
+        if self._wait_seconds is not None and self._stream is not None:
+            has_come(self._stream, self._wait_seconds)
         if self.note.item() == 0 or not (self._cleared is None or self._cleared.query()):
             return 0.0
         return self.note.item()
+
+    def note_pass(self) -> None:
+        """Note the stream of a pass before its last operator."""
+        if self._wait_seconds is not None:
+            self._stream = torch.cuda.current_stream(self._device)
 
     def clear(self) -> None:
         """Clear the note, and the notes of passes that are queued on the device."""
@@ -72,18 +79,18 @@ def has_failed(device: torch.device) -> bool:
 
 
 def has_come(
-    device: torch.device, seconds: float, gives_up: Callable[[], bool] = lambda: False
+    stream: torch.cuda.Stream, seconds: float, gives_up: Callable[[], bool] = lambda: False
 ) -> bool:
-    """Wait until a CUDA device has done all that was launched on the current stream.
+    """Wait until a CUDA device has done all that was launched on a stream.
 
-    ``torch.cuda.synchronize()`` would wait for a collective of a rank that has failed, too.
+    ``synchronize()`` has no bound, and a rank that has failed may have left out a collective.
 
     Returns:
         False after ``seconds``, once ``gives_up()`` is true, or while a graph is captured.
     """
     if torch.cuda.is_current_stream_capturing():
         return False
-    event = torch.cuda.current_stream(device).record_event()
+    event = stream.record_event()
     deadline = time.monotonic() + seconds
     while not event.query():
         if gives_up() or time.monotonic() > deadline:

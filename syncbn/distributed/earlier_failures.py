@@ -45,8 +45,8 @@ def wait_for(device: torch.device, state: GroupState) -> None:
         failed = _failed(state)
         return failed is not None
 
-    seconds = state.timeout
-    if not has_come(device, seconds, is_known) and failed is None:
+    seconds, stream = state.timeout, torch.cuda.current_stream(device)
+    if not has_come(stream, seconds, is_known) and failed is None:
         raise TimeoutError(f"the sums of an earlier pass did not come in {seconds:.0f} s")
     if failed is not None:
         raise _of_earlier_pass(failed)

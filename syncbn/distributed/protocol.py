@@ -306,8 +306,10 @@ class GroupState:
         """
         if self._totals is None:
             return 0
-        if self._totals.is_cuda and not has_come(self._totals.device, _DEVICE_SECONDS):
-            return 0
+        if self._totals.is_cuda:
+            stream = torch.cuda.current_stream(self._totals.device)
+            if not has_come(stream, _DEVICE_SECONDS):
+                return 0
         next_sizes, squares = self._totals[-2:].tolist()
         if next_sizes == 0 or squares % next_sizes != 0 or next_sizes**2 % squares != 0:
             return 0
@@ -336,8 +338,10 @@ class GroupState:
         fingerprint = float(8 * digest(self.size, int(record.fingerprint)))
         message[-3] = fingerprint
         totals = collectives.all_reduce_sum(message, self.group)
-        if self.is_asynchronous(device) and not has_come(device, self.timeout):
-            raise RuntimeError(f"the sums did not come in {self.timeout:.0f} s")
+        if self.is_asynchronous(device):
+            stream = torch.cuda.current_stream(device)
+            if not has_come(stream, self.timeout):
+                raise RuntimeError(f"the sums did not come in {self.timeout:.0f} s")
         ops.verify_sums(totals.cpu(), self.sum_of(fingerprint))
 
     def _count_operations(self, device: torch.device) -> int | None:
@@ -351,10 +355,12 @@ class GroupState:
     # CUDA.
 
     def status(self, device: torch.device) -> DeviceStatus:
-        """Return the status of passes on this CUDA device."""
+        """Return the status for a pass on this CUDA device."""
         status = self.statuses.get(device)
         if status is None:
-            status = self.statuses[device] = DeviceStatus(device, self.waits_for_cuda)
+            seconds = self.timeout if self.waits_for_cuda else None
+            status = self.statuses[device] = DeviceStatus(device, seconds)
+        status.note_pass()
         return status
 
     def read_statuses(self) -> float:
