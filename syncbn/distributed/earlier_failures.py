@@ -58,10 +58,12 @@ def _failed(state: GroupState) -> GroupState | None:
     if state.read_statuses() != 0:
         return state
     if state.has_stalled():
+        if state.is_told():
+            return state
         # The device may wait in this group for ranks that have failed in another one.
-        for each in (state, *states_over_nccl()):
-            if each.read_statuses() != 0 or each.is_told():
-                return each
+        for other in states_over_nccl():
+            if not other.is_misaligned and other.read_statuses() != 0:
+                return other
     return None
 
 
