@@ -174,7 +174,8 @@ def align(
 
     Each writes how many passes it has made, and ranks that are behind abort passes, because the
     devices of the others wait in them. A ``timeout`` of None is the store's. If the others do not
-    come, this rank makes no pass until they have come. So it is in the rank's other groups.
+    come, this rank makes no pass until they have come. Its other groups align before their next
+    pass.
     """
     is_known, state.is_misaligned = state.is_misaligned, True
     if state.is_lost:

@@ -282,6 +282,11 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tens
     return tensor
 
 
+def is_of_backend(error: Exception) -> bool:
+    """Whether the group's backend has raised the error, such as NCCL."""
+    return isinstance(error, dist.DistBackendError)
+
+
 def start_sum(tensor: Tensor, group: ProcessGroup) -> Work | None:
     """Start a sum whose result this rank does not need; return the object to wait for."""
     return dist.all_reduce(tensor, group=group, async_op=True)  # type: ignore[no-any-return]

@@ -402,16 +402,13 @@ class GroupState:
         On a device it is part of the largest one so far. :meth:`enter` makes it, because a device
         that is full has no memory when it is needed.
         """
-        kept, number = self._aborting, device.index
-        is_there = kept is not None and kept.device.type == device.type
-        if kept is None or not is_there or number not in (None, kept.device.index):
-            kept = None
-        if kept is None or kept.numel() < size:
-            with _compat.without_dispatch_modes(), torch.inference_mode(False):
-                kept = torch.full((size,), torch.nan, dtype=torch.float64, device=device)
-            if not _compat.is_in_cuda_graph(kept):
-                self._aborting = kept
-        return kept[:size]
+        with _compat.without_dispatch_modes(), torch.inference_mode(False):
+            kept = self._aborting
+            if kept is None or kept.numel() < size or not _is_on(kept, device):
+                kept = torch.empty(size, dtype=torch.float64, device=device)
+                if not _compat.is_in_cuda_graph(kept):
+                    self._aborting = kept
+            return kept[:size].fill_(torch.nan)  # again: a collective writes its result here
 
     @property
     def timeout(self) -> float:
@@ -432,6 +429,12 @@ def group_state(group: ProcessGroup) -> GroupState:
     if state is None:
         state = _states[group] = GroupState(group)
     return state
+
+
+def _is_on(tensor: Tensor, device: torch.device) -> bool:
+    """Whether a tensor is on a device, which may lack a number."""
+    own = tensor.device
+    return own.type == device.type and device.index in (None, own.index)
 
 
 def states_over_nccl() -> list[GroupState]:

@@ -141,7 +141,7 @@ class GroupStore:
         return None
 
     def write_stop(self, number: int, rank: int, stop: str, *, replaces: bool) -> None:
-        """Write where this rank stands at failure ``number``, and that there is one.
+        """Write this rank's stop at failure ``number``, and mark the failure.
 
         Raises:
             RuntimeError: The store fails, or there is none.

@@ -141,8 +141,8 @@ class Pass:
             totals = collectives.all_reduce_sum(message, group, label)
         except (RuntimeError, ValueError) as error:
             if not errors.is_own(error):
-                if state.is_asynchronous(message.device):  # NCCL takes no further collective
-                    abort.leave(text_of(error))
+                if collectives.is_of_backend(error) and state.is_asynchronous(message.device):
+                    abort.leave(text_of(error))  # NCCL takes no further collective
                 raise errors.of_collective(error, record) from error
             if not _compat.has_started(error):
                 self._withdraw(error, message.numel(), message.device)

@@ -345,7 +345,7 @@ def test_graph_with_collectives_and_an_empty_rank():
 
 
 def replay_graphs_that_differ(rank, world_size):
-    """Each rank has a graph of another layer; return what a pass after the replays raises."""
+    """Replay a graph, of another layer on each rank; return the error of the next eager pass."""
     layers = [SyncBatchNorm(3), SyncBatchNorm(3)]
     for number, layer in enumerate(layers):
         layer._syncbn = layer._syncbn.with_name(f"bn{number}")

@@ -181,3 +181,42 @@ def test_failure_in_one_group_is_heard_in_all(world_size):
                 assert "TypeError: expected input of dtype" in words
                 assert seconds < 15
                 assert trains
+
+
+def wait_for_rank_that_stays_away(rank, world_size):
+    """Rank 1 leaves out a pass; the next one of rank 0 has a new size."""
+    layers, seconds = [named(4, "bn0"), named(6, "bn1")], 0.0
+    step(layers[:1], [torch.rand(5, 4)])
+    torch.cuda.synchronize()
+    words = ""
+    if rank == 0:
+        layers[0](torch.rand(5, 4))
+        words, seconds = heard(lambda: layers[1](torch.rand(5, 6)), num_steps=1)
+    else:
+        time.sleep(9)
+    return words, seconds
+
+
+@on_standin
+def test_host_waits_for_its_device_no_longer_than_the_groups_timeout():
+    times = {"case_seconds": 60, "collective_seconds": 5}
+    with Ranks(2, OVER_NCCL, backend="nccl", device="cuda", **times) as ranks:
+        (words, seconds), _ = ranks.run(wait_for_rank_that_stays_away)
+    assert "the forward all-reduce of a SyncBatchNorm layer failed: another rank has" in words
+    assert "the sums of an earlier pass did not come in 5 s" in words
+    assert 5 <= seconds < 9
+
+
+def differentiate_in_batches(rank, world_size):
+    layer, x = named(3, "bn0"), torch.rand(4, 3, requires_grad=True)
+    output = layer(x)
+    batch = torch.stack([torch.ones_like(output)] * 2)
+    with pytest.raises(NotImplementedError, match="gradients of several ranks cannot be batched"):
+        torch.autograd.grad(output, x, batch, is_grads_batched=True)
+    step([layer], [x])
+    return has_arrived(5)
+
+
+def test_error_that_is_none_of_nccls_leaves_the_group_as_it_was():
+    with Ranks(2, backend="nccl", device="cuda", case_seconds=60) as ranks:
+        assert ranks.run(differentiate_in_batches) == [True, True]
