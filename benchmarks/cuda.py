@@ -12,10 +12,10 @@ nothing is cached.
 Imports neither NumPy nor matplotlib, which a machine with a GPU may not have.
 """
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from unittest import mock
 
@@ -43,6 +43,7 @@ from benchmarks.layer import (
 from benchmarks.measure import Samples, eager_clock, gpu_clock, launch_clock, record_launches
 from benchmarks.results import Row, spread, stamp, write
 from syncbn.distributed import collectives
+from syncbn.distributed.state import PassRecord
 
 CUDA = torch.device("cuda")
 
@@ -66,11 +67,18 @@ def make_theirs(case: Case, device: torch.device) -> nn.Module:
     return TorchLayer(case.shape[1], **norm_options(case, device))
 
 
-def sending_alone() -> AbstractContextManager[object]:
-    """Return a context in which our layers use the group of one, too."""
-    patched: AbstractContextManager[object]
-    patched = mock.patch.object(collectives, "resolve_group", new=lambda _: dist.group.WORLD)
-    return patched
+@contextlib.contextmanager
+def sending_alone() -> Iterator[None]:
+    """Let our layers use the group of one, too."""
+
+    def is_in(record: PassRecord, group: object) -> bool:
+        return record.state is not None and record.state.get_group() is group
+
+    with (
+        mock.patch.object(collectives, "resolve_group", new=lambda _: dist.group.WORLD),
+        mock.patch.object(PassRecord, "is_in", new=is_in),
+    ):
+        yield
 
 
 def num_buffers(case: Case) -> int:

@@ -121,24 +121,24 @@ def operator_calls(case: Case, device: torch.device, turns: Iterator[Buffers]) -
     weight, bias, running_mean, running_var = torch.ones(4, channels, dtype=dtype, device=device)
     steps = torch.zeros((), dtype=torch.int64, device=device)
     first = next(turns)
-    totals = ops.batch_norm_stats(first.x)
+    totals = ops.usual.batch_norm_stats(first.x)
     running = (running_mean, running_var, steps, 0.1, 1e-5)
-    _, mean, invstd, count = ops.batch_norm_apply(first.x, totals, weight, bias, *running)
-    sums, _, _ = ops.batch_norm_backward_reduce(first.dy, first.x, mean, invstd, dtype, dtype)
+    _, mean, invstd, count = ops.usual.batch_norm_apply(first.x, totals, weight, bias, *running)
+    sums, _, _ = ops.usual.batch_norm_backward_reduce(first.dy, first.x, mean, invstd, dtype, dtype)
 
     def stats() -> object:
-        return ops.batch_norm_stats(next(turns).x)
+        return ops.usual.batch_norm_stats(next(turns).x)
 
     def apply() -> object:
-        return ops.batch_norm_apply(next(turns).x, totals, weight, bias, *running)
+        return ops.usual.batch_norm_apply(next(turns).x, totals, weight, bias, *running)
 
     def reduce() -> object:
         b = next(turns)
-        return ops.batch_norm_backward_reduce(b.dy, b.x, mean, invstd, dtype, dtype)
+        return ops.usual.batch_norm_backward_reduce(b.dy, b.x, mean, invstd, dtype, dtype)
 
     def backward_apply() -> object:
         b = next(turns)
-        return ops.batch_norm_backward_apply(b.dy, b.x, mean, invstd, weight, sums, count)
+        return ops.usual.batch_norm_backward_apply(b.dy, b.x, mean, invstd, weight, sums, count)
 
     return [stats, apply, reduce, backward_apply]
 

@@ -12,7 +12,7 @@ Help for one name: help(syncbn.convert_sync_batchnorm). Commands: python -m sync
 
 # First: its errors tell why syncbn cannot run here.
 from syncbn.ops._extension import build_info  # isort: skip
-from syncbn.convert import convert_sync_batchnorm, revert_sync_batchnorm
+from syncbn.conversion.convert import convert_sync_batchnorm, revert_sync_batchnorm
 from syncbn.functional import sync_batch_norm
 from syncbn.fusion.fuse import explain_fusion, fuse_activations
 from syncbn.modules import (

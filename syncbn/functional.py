@@ -8,15 +8,22 @@ import torch
 import torch.fx
 from torch import Tensor
 
-from syncbn import _autograd, _compat, ops
-from syncbn.distributed import collectives, errors, protocol
+from syncbn import _compat, ops, training
+from syncbn._compat import (
+    PRE_DISPATCH,
+    graph_task_id,
+    is_dispatch_key_included,
+    num_dispatch_modes,
+)
+from syncbn.distributed import collectives, errors, failures
 from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
 from syncbn.distributed.layer_id import ANONYMOUS, Layer, identity_of
-from syncbn.distributed.sync import Pass
+from syncbn.distributed.state import PassRecord, record_of
 from syncbn.graph import export, inductor
 from syncbn.ops import aten, checks, epilogue, masks, reference, tensors
-from syncbn.ops.arguments import Arguments, plain_number
+from syncbn.ops.arguments import Arguments
 
+has_torch_function = torch.overrides.has_torch_function
 is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
@@ -100,12 +107,12 @@ def sync_batch_norm(
         running_mean,
         running_var,
         None,
-        plain_number(momentum),
-        plain_number(eps),
+        momentum,
+        eps,
         None,
-        residual,
         activation,
-        plain_number(negative_slope),
+        negative_slope,
+        residual=residual,
         mask=mask,
     )
     if not training:
@@ -121,6 +128,7 @@ def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> T
     The operator is torch's own, which exporters and compilers know. ``layer`` names the layer in
     errors.
     """
+    arguments = arguments.plain()
     # Symbolic tracing has no values to check, and torch.jit.trace warns of each value that is read.
     if isinstance(input, torch.fx.Proxy) or is_tracing():
         mask, by_batch = arguments.mask, arguments.running_mean is None
@@ -185,36 +193,38 @@ def train(
     ``layer`` names the layer in errors. ``observe``, where nothing traces, is called with the sums
     over all ranks, float64 on the CPU: for :mod:`syncbn.utils.precise_bn`.
     """
-    group = _resolve_group(process_group, layer)
     # Checked here and not in graph/: after a graph break Dynamo still traces the functions that
     # this one calls, and they would find a compiler.
-    if torch.compiler.is_compiling() and not _compat.is_exporting():
-        return inductor.train(input, arguments, group, layer)
-    if _compat.is_recorded():
-        return export.train(input, arguments, group, identity_of(layer))
+    is_traced = torch.compiler.is_dynamo_compiling()
+    if is_traced or num_dispatch_modes() > 0 or is_dispatch_key_included(PRE_DISPATCH):
+        if is_traced and not _compat.is_exporting():
+            group = _resolve_group(process_group, layer)
+            return inductor.train(input, arguments.plain(), group, layer)
+        if _compat.is_recorded():
+            group = _resolve_group(process_group, layer)
+            return export.train(input, arguments.plain(), group, identity_of(layer))
     # A tensor subclass decides, as for F.batch_norm. By default its __torch_function__ calls this
     # function again, with subclasses taken as plain tensors, and makes the output a subclass.
-    operands = (input, *arguments[:5], arguments.residual, arguments.mask)
-    if torch.overrides.has_torch_function(operands):
-        call = (input, arguments, process_group, layer, observe)
-        return _call_override(operands, call, group)
-    identity = identity_of(layer)
-    if group is None:
+    if type(input) is not Tensor or has_torch_function(arguments):
+        operands = (input, *arguments[:5], arguments.residual, arguments.mask)
+        if has_torch_function(operands):
+            return _call_override(operands, (input, arguments, process_group, layer, observe))
+    identity = getattr(layer, "identity", None) or identity_of(layer)
+    direction = "forward" if graph_task_id() == -1 else "recomputation"
+    try:
+        record = record_of(process_group, identity, direction)
+    except (TypeError, ValueError) as error:
+        raise errors.with_layer_and_rank(error, identity, None) from None
+    if record.state is None:
         collectives.warn_without_group()
-        step = Pass(None, identity, _compat.forward_direction(), input, arguments)
-        return _autograd.train(input, arguments, step, observe)
-    if process_group is not None:
-        try:
-            protocol.check_not_destroyed(group)
-        except ValueError as error:
-            raise errors.with_layer_and_rank(error, identity, group) from None
-    step = Pass(group, identity, _compat.forward_direction(), input, arguments)
-    return _autograd.train(input, arguments, step, observe)
+    return training.train(input, arguments, record, observe)
 
 
-def _call_override(operands: Any, call: tuple[Any, ...], group: ProcessGroup | None) -> Tensor:
+def _call_override(operands: Any, call: tuple[Any, ...]) -> Tensor:
     """Let the ``__torch_function__`` of a subclass or a mode do as :func:`train`."""
-    state = None if group is None else protocol.group_state(group)
+    input, arguments, process_group, layer, _ = call
+    record = _record_of(process_group, layer)
+    state = record.state
     num_passes = 0 if state is None else state.store.num_passes
     try:
         return torch.overrides.handle_torch_function(  # type: ignore[no-any-return]
@@ -225,12 +235,18 @@ def _call_override(operands: Any, call: tuple[Any, ...], group: ProcessGroup | N
         has_begun = any(frame.f_code is train.__code__ for frame, _ in walk_tb(error.__traceback__))
         if state is None or has_begun or state.store.num_passes != num_passes:
             raise
-        input, arguments, _, layer, _ = call
-        step = Pass(group, identity_of(layer), _compat.forward_direction(), input, arguments)
-        raise step.abort(error) from error.__cause__
+        raise failures.abort(error, record, input, arguments) from error.__cause__
 
 
 torch.fx.wrap("train")  # symbolic tracing records the call
+
+
+def _record_of(process_group: ProcessGroup | None, layer: Layer) -> PassRecord:
+    identity = identity_of(layer)
+    try:
+        return record_of(process_group, identity, _compat.forward_direction())
+    except (TypeError, ValueError) as error:
+        raise errors.with_layer_and_rank(error, identity, None) from None
 
 
 def check_input(
@@ -248,9 +264,13 @@ def check_input(
     if torch.compiler.is_compiling():
         check(input)
         return
-    group = _resolve_group(process_group, layer) if training else None
-    with Pass(group, identity_of(layer), _compat.forward_direction(), input, arguments):
+    record = _record_of(process_group, layer) if training else None
+    try:
         check(input)
+    except Exception as error:
+        if record is None:
+            record = PassRecord(None, identity_of(layer), "forward")
+        raise failures.abort(error, record, input, arguments) from None
 
 
 def _resolve_group(process_group: ProcessGroup | None, layer: Layer) -> ProcessGroup | None:

@@ -4,24 +4,25 @@ import functools
 import warnings
 from collections.abc import Callable
 from traceback import walk_tb
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, overload
 
 import torch
 import torch.fx
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 # From their own module: a program may have bound the names of torch.nn to something else.
 from torch.nn.modules.batchnorm import BatchNorm1d, BatchNorm2d, BatchNorm3d
 
 from syncbn import _compat, functional
-from syncbn._compat import INPUT_CHECK, BatchNormBase
-from syncbn.distributed import collectives, errors, sync
-from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
-from syncbn.distributed.layer_id import Layer
-from syncbn.layer_state import LayerState
-from syncbn.ops import checks, epilogue, masks
-from syncbn.ops.arguments import Arguments, plain_number
+from syncbn._compat import BUFFERS, INPUT_CHECK, PARAMETERS, BatchNormBase
+from syncbn.batch_norm import BatchNorm
+from syncbn.distributed import collectives, errors, failures
+from syncbn.distributed.collectives import DeviceMesh, GroupReference, ProcessGroup
+from syncbn.distributed.layer_id import Identity, Layer
+from syncbn.distributed.state import record_of
+from syncbn.input_check import CALLED_BY_TORCH, own_check
+from syncbn.ops import checks, epilogue
+from syncbn.ops.arguments import Arguments
 from syncbn.pickles import RECONSTRUCTIONS, _reconstruct
 
 if TYPE_CHECKING:
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 ForwardT = TypeVar("ForwardT", bound=Callable[..., Any])
-
-is_scripting = torch.jit.is_scripting  # type: ignore[attr-defined]
 
 
 def _has_begun(layer: Any, error: Exception) -> bool:
@@ -55,7 +54,7 @@ def entry(forward: ForwardT, has_begun: Callable[[Any, Exception], bool] = _has_
     @functools.wraps(forward)
     def leaf_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(first, proxy):
+        if type(first) is not Tensor and isinstance(first, proxy):
             tracer: Any = (*args, *kwargs.values())[0].tracer
             runs_this = type(layer).forward is leaf_forward and "forward" not in vars(layer)
             if runs_this and tracer.root is not layer and not _compat.has_forward_hooks(layer):
@@ -70,84 +69,6 @@ def entry(forward: ForwardT, has_begun: Callable[[Any, Exception], bool] = _has_
 
     return leaf_forward  # type: ignore[return-value]
 
-
-class BatchNorm(BatchNormBase):
-    """Batch normalization with the statistics of this process, for 2 or more dimensions.
-
-    :func:`syncbn.revert_sync_batchnorm` makes it of a layer that was built as a SyncBatchNorm or
-    has an activation of its own, which it keeps. TorchScript compiles its ``forward``.
-    """
-
-    # No defaults of the class, which would hide a module that is set in their place.
-    activation: str | None
-    negative_slope: float
-
-    def extra_repr(self) -> str:
-        """Return the arguments: those of torch's layer, the activation and its slope."""
-        text: str = super().extra_repr()
-        return text + epilogue.describe(self.activation, self.negative_slope)
-
-    def forward(
-        self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """Normalize ``input``, add ``residual`` and apply the activation.
-
-        Values where the bool ``mask``, (N, ...) or (N, 1, ...), is false count in no statistics;
-        the output is 0 there.
-        """
-        # As torch's forward, which TorchScript cannot call from here.
-        self._check_input_dim(input)
-        momentum = 0.0 if self.momentum is None else self.momentum
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1 if mask is None else int(mask.any()))
-            if self.momentum is None:  # the counter is 0 if no value has been valid yet
-                momentum = 1.0 / max(float(self.num_batches_tracked), 1.0)
-        by_batch = self.training or (self.running_mean is None and self.running_var is None)
-        positions = mask
-        if positions is not None:
-            positions = positions if positions.dim() == input.dim() else positions.unsqueeze(1)
-            input = torch.where(positions, input, 0.0)
-            residual = residual if residual is None else torch.where(positions, residual, 0.0)
-        if positions is not None and by_batch:
-            output = self._normalize_valid(input, positions, momentum)
-        else:
-            output = self._normalize(input, by_batch, momentum)
-        if residual is not None:
-            output = output + residual
-        output = epilogue.activate(output, self.activation, self.negative_slope)
-        return output if positions is None else torch.where(positions, output, 0.0)
-
-    def _normalize(self, input: Tensor, by_batch: bool, momentum: float) -> Tensor:
-        has_running = self.track_running_stats or not self.training
-        mean = self.running_mean if has_running else None
-        var = self.running_var if has_running else None
-        weight, bias, eps = self.weight, self.bias, self.eps
-        return F.batch_norm(input, mean, var, weight, bias, by_batch, momentum, eps)
-
-    def _normalize_valid(self, input: Tensor, positions: Tensor, momentum: float) -> Tensor:
-        """Normalize the valid values by their own statistics; the others become 0."""
-        rows = input.movedim(1, -1)
-        valid = positions.movedim(1, -1).expand_as(rows[..., :1]).squeeze(-1)
-        output = torch.zeros_like(rows)
-        values = rows[valid]
-        if values.size(0) > 0:
-            output[valid] = self._normalize(values, True, momentum)
-        return output.movedim(-1, 1)
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        # TorchScript does not look into this block, as it would with one condition for both.
-        if not is_scripting():  # noqa: SIM102
-            if isinstance(input, torch.fx.Proxy):  # symbolic tracing has no values to check
-                return
-        if input.dim() < 2:
-            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        reduced: Any = super().__reduce_ex__(protocol)
-        return _reconstruct, ("reverted",), *reduced[2:]
-
-
-RECONSTRUCTIONS["reverted"] = lambda: BatchNorm.__new__(BatchNorm)
 
 # The numbers of dimensions that a check accepts; None for two or more. A check that a program has
 # put in the place of torch's is not among them.
@@ -164,87 +85,67 @@ _DIMS: dict[Callable[..., None], tuple[int, ...] | None] = {
         if _compat.is_code_of_batch_norm(getattr(torchs, INPUT_CHECK))
     },
 }
+_UNKNOWN = (0,)
 
 
-class InputCheck(property):
-    """A layer's method that torch's ``forward`` calls, where a program bound it before conversion.
+class LayerState:
+    """All that a layer holds beside torch's attributes; copies of the layer share it.
 
-    As a property it comes before an attribute of the instance.
+    A change replaces the whole object, so that the copies keep theirs. A pickle holds the name and
+    the values that freezing stored, because the rest is of this process.
     """
 
-    def __init__(self) -> None:
-        super().__init__(lambda layer: functools.partial(_called_check, layer), self.set, self.drop)
+    def __init__(self, name: str = "", frozen: dict[str, bool] | None = None) -> None:
+        # The layer's name in its model, from conversion; empty if unknown.
+        self.identity = Identity(name)
+        # The same for compiled graphs, which would be compiled again for each name.
+        self.graph_input = self.identity.as_input()
+        # From freeze_statistics: the mode and the flags requires_grad that unfreezing restores.
+        self.frozen = frozen
+        # The ranks that share a batch; None is all of them.
+        self.group: GroupReference | None = None
+        # Whether a compiled graph can hold the group. Decided before torch.compile traces, which
+        # refuses code that looks at a group without a name.
+        self.fits_graph = True
+        # While the forward of a user's class runs: whether it has called ours, or has failed.
+        self.reached: bool | None = None
+        # While a program's own check of the input runs: the check that it may call.
+        self.inner_check: Callable[[Any, Tensor], None] | None = None
+        # While recompute_statistics runs: the function that takes the sums of each pass.
+        self.observe: Callable[[Tensor], None] | None = None
 
-    def __call__(self, layer: Any, input: Tensor) -> None:
-        """Do as the method of a class, called with a layer."""
-        _called_check(layer, input)
+    def replaced(self, **changes: Any) -> "LayerState":
+        """Return a copy with other values."""
+        new = LayerState.__new__(LayerState)
+        new.__dict__.update(self.__dict__, **changes)
+        return new
 
-    @staticmethod
-    def set(layer: Any, check: Any) -> None:
-        """Set the attribute of the instance; this method, which a program gives back, is none."""
-        vars(layer).pop(INPUT_CHECK, None)
-        if getattr(check, "func", None) is not _called_check:
-            vars(layer)[INPUT_CHECK] = check
+    def with_name(self, name: str) -> "LayerState":
+        """Return a copy of another name."""
+        identity = Identity(name)
+        return self.replaced(identity=identity, graph_input=identity.as_input())
 
-    @staticmethod
-    def drop(layer: Any) -> None:
-        """Delete the attribute of the instance."""
-        if vars(layer).pop(INPUT_CHECK, None) is None:
-            raise AttributeError(INPUT_CHECK)
+    def with_group(self, group: ProcessGroup | None) -> "LayerState":
+        """Return a copy of another group."""
+        has_name = group is None or collectives.name_of(group) != ""
+        fits_graph = has_name or not collectives.is_member(group)
+        reference = None if group is None else GroupReference(group)
+        return self.replaced(group=reference, fits_graph=fits_graph)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
+        return self
 
-def _called_check(layer: "SyncBatchNorm", input: Tensor) -> None:
-    """Check where torch's ``forward`` runs, or where a program's own check calls this one."""
-    state = layer._syncbn
-    if state.inner_check is not None:
-        state.inner_check(layer, input)
-        return
-    if layer.training and state.reached is None:
-        warnings.warn(
-            f"torch's forward of {state.identity} was called, by its name or by a method that "
-            "was bound before conversion, and normalizes this rank's values by themselves; "
-            "call the layer",
-            stacklevel=3,
-        )
-    _own_check(layer, input)
-
-
-def _own_check(layer: "SyncBatchNorm", input: Tensor) -> None:
-    """Make the check that torch's layer would make: of the instance or of its class."""
-    own = vars(layer).get(INPUT_CHECK)
-    if own is None:
-        _class_check(layer, input)
-    else:
-        _run_check(layer, own, input, inner=_class_check)
-
-
-def _class_check(layer: "SyncBatchNorm", input: Tensor) -> None:
-    check: Any = type(layer)._check_input_dim
-    if check is CALLED_BY_TORCH:
-        check = layer._syncbn_original._check_input_dim
-    _run_check(layer, functools.partial(check, layer), input, inner=torchs_check)
+    def __reduce__(self) -> Any:
+        if self.group is not None:
+            warnings.warn(
+                "a process group cannot be pickled: the SyncBatchNorm layer will be loaded with "
+                "process_group=None, all ranks; set its process_group again after loading",
+                stacklevel=2,
+            )
+        return _reconstruct, ("state", self.identity.name, self.frozen)
 
 
-def _run_check(layer: "SyncBatchNorm", check: Any, input: Tensor, inner: Any) -> None:
-    state = layer._syncbn
-    before, state.inner_check = state.inner_check, inner
-    try:
-        check(input)
-    finally:
-        state.inner_check = before
-
-
-def torchs_check(layer: "SyncBatchNorm", input: Tensor) -> None:
-    """Make the check of the torch's class that the layer's class derives from."""
-    inherited: Any = super(SyncBatchNorm, layer)._check_input_dim
-    if inherited.__func__ is not BatchNormBase._check_input_dim:  # which only raises
-        inherited(input)
-    else:
-        BatchNorm._check_input_dim(layer, input)  # type: ignore[arg-type]
-
-
-# One for all classes: conversion puts it before the check of a user's class, too.
-CALLED_BY_TORCH: Any = InputCheck()
+RECONSTRUCTIONS["state"] = LayerState
 
 
 class SyncBatchNorm(BatchNormBase):
@@ -306,6 +207,8 @@ class SyncBatchNorm(BatchNormBase):
     _check_input_dim = CALLED_BY_TORCH
     # The class that revert restores.
     _syncbn_original: type[BatchNormBase] = BatchNorm
+    # syncbn.convert_sync_batchnorm, which builds on this module and sets itself here.
+    _syncbn_converter: ClassVar[Callable[..., nn.Module]]
     # Whether ``activation`` and ``negative_slope`` are our attributes, and not a user's class's.
     _syncbn_takes_activation = True
     # No defaults of the class, which would hide a module that is set in their place.
@@ -345,7 +248,10 @@ class SyncBatchNorm(BatchNormBase):
     def process_group(self) -> ProcessGroup | None:
         """The ranks that share a batch; None is all of them; ValueError for a destroyed group."""
         state = self._syncbn
-        return None if state.group is None else sync.group_held(state.group, state.identity)
+        try:
+            return None if state.group is None else state.group.get()
+        except ValueError as error:
+            raise errors.with_layer_and_rank(error, state.identity, None) from None
 
     @process_group.setter
     def process_group(self, given: ProcessGroup | DeviceMesh | None) -> None:
@@ -398,12 +304,12 @@ class SyncBatchNorm(BatchNormBase):
     ) -> Tensor:
         """Do as :meth:`forward`, with an activation in the place of the layer's own."""
         state, training = self._syncbn, self.training
-        layer: Layer = self
-        if isinstance(input, torch.fx.Proxy):
+        layer: Layer = state
+        if type(input) is not Tensor and isinstance(input, torch.fx.Proxy):
             layer = state.identity.name
         elif (
-            training
-            and not state.fits_graph
+            not state.fits_graph
+            and training
             and torch.compiler.is_compiling()
             and not _compat.is_exporting()
         ):
@@ -411,21 +317,23 @@ class SyncBatchNorm(BatchNormBase):
                 self, input, residual, activation, negative_slope, mask
             )
         try:
-            weight, bias, running_mean, running_var, counter = _compat.vectors_of(self)
+            parameters, buffers = getattr(self, PARAMETERS), getattr(self, BUFFERS)
+            try:  # takes less time than to ask the module for each
+                weight, bias = parameters["weight"], parameters["bias"]
+                running_mean, running_var = buffers["running_mean"], buffers["running_var"]
+                counter = buffers["num_batches_tracked"]
+            except KeyError:  # a parametrization, or another kind of tensor, has taken the place
+                weight, bias = self.weight, self.bias
+                running_mean, running_var = self.running_mean, self.running_var
+                counter = self.num_batches_tracked
             if not training:
                 counter = None
             elif not self.track_running_stats:
                 running_mean = running_var = counter = None
-            momentum, eps = self.momentum, self.eps
-            if (
-                type(momentum) is not float
-                or type(eps) is not float
-                or type(negative_slope) is not float
-            ):
-                momentum, eps, negative_slope = map(plain_number, (momentum, eps, negative_slope))
-            check = self._syncbn_original._check_input_dim
+            momentum = self.momentum
+            dims = _DIMS.get(self._syncbn_original._check_input_dim, _UNKNOWN)
             has_own_check = (
-                check not in _DIMS
+                dims == _UNKNOWN
                 or INPUT_CHECK in self.__dict__
                 or type(self)._check_input_dim is not CALLED_BY_TORCH
             )
@@ -437,12 +345,12 @@ class SyncBatchNorm(BatchNormBase):
                 counter,
                 # Without a counter there is no cumulative average; torch leaves the statistics.
                 0.0 if momentum is None and counter is None else momentum,
-                eps,
+                self.eps,
                 self.num_features,
-                residual,
                 activation,
                 negative_slope,
-                None if has_own_check else _DIMS[check],
+                None if has_own_check else dims,
+                residual,
                 mask,
             )
         except Exception as error:  # an attribute was deleted, or a parametrization raises
@@ -451,11 +359,19 @@ class SyncBatchNorm(BatchNormBase):
             raise self._syncbn_failed(error, input) from error.__cause__
         group = None if state.group is None or not training else self.process_group
         if has_own_check:
-            check = functools.partial(_own_check, self)
+            check = functools.partial(own_check, self)
             functional.check_input(check, input, arguments, group, layer, training=training)
         if not training:
             return functional.evaluate(input, arguments, layer)
         return functional.train(input, arguments, group, layer, state.observe)
+
+    def _syncbn_torchs_check(self, input: Tensor) -> None:
+        """Make the check of the torch's class that the layer's class derives from."""
+        inherited: Any = super()._check_input_dim
+        if inherited.__func__ is not BatchNormBase._check_input_dim:  # which only raises
+            inherited(input)
+        else:
+            BatchNorm._check_input_dim(self, input)  # type: ignore[arg-type]
 
     def _replicate_for_data_parallel(self) -> "Self":
         """Make a replica, for torch.nn.DataParallel, which calls this for each layer and device."""
@@ -470,16 +386,14 @@ class SyncBatchNorm(BatchNormBase):
             return error
         try:
             group = None if state.group is None else state.group.get()
-            group = collectives.resolve_group(group)
+            record = record_of(group, state.identity, _compat.forward_direction())
         except (TypeError, ValueError):  # this rank has no group that could wait for it
             return error
-        if group is None:
+        if record.state is None:
             return error
         if state.reached is False:
             state.reached = True  # and has failed
-        step = sync.Pass(group, state.identity, _compat.forward_direction(), input)
-        step.channels = vars(self).get("num_features")
-        return step.abort(error)
+        return failures.abort(error, record, input, channels=vars(self).get("num_features"))
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Raise NotImplementedError: torch.jit.script calls this of every layer of its model."""
@@ -505,9 +419,7 @@ class SyncBatchNorm(BatchNormBase):
         cls, module: nn.Module, process_group: ProcessGroup | DeviceMesh | None = None
     ) -> nn.Module:
         """Call :func:`syncbn.convert_sync_batchnorm`, for code that calls torch's class."""
-        from syncbn.convert import convert_sync_batchnorm  # it builds on this module
-
-        return convert_sync_batchnorm(module, process_group)
+        return cls._syncbn_converter(module, process_group)
 
 
 @functools.cache
@@ -575,30 +487,3 @@ class SyncBatchNorm3d(SyncBatchNorm, BatchNorm3d):
     """
 
     _syncbn_original = BatchNorm3d
-
-
-class SyncBatchNormAct(SyncBatchNorm):
-    """Synchronized batch normalization, then ``drop`` and ``act``: timm's ``BatchNormAct2d``."""
-
-    drop: nn.Module
-    act: nn.Module
-
-    @entry
-    def forward(
-        self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """Normalize, drop, activate: in one, where ``drop`` does nothing and ``act`` is known."""
-        fused = self.fused_activation()
-        if fused is not None:
-            return self._syncbn_forward(input, residual, *fused, mask)
-        return self._syncbn_activate(super().forward(input, residual, mask=mask), mask)
-
-    def _syncbn_activate(self, output: Tensor, mask: Tensor | None) -> Tensor:
-        output = self.act(self.drop(output))
-        # An activation may change zeros.
-        return output if mask is None else masks.clear(output, masks.as_positions(mask, output))
-
-    def fused_activation(self) -> tuple[str, float] | None:
-        """Return the activation and slope that ``act`` is for the layer; None if it runs itself."""
-        is_dropping = type(self.drop) is not nn.Identity or _compat.has_hooks(self.drop)
-        return None if is_dropping or self.activation else epilogue.of_module(self.act)

@@ -1,7 +1,7 @@
 """Process groups and their collectives, by torch.distributed.
 
-A forward or backward pass calls :func:`all_reduce_sum` once, or twice if the size of its message
-has changed: see protocol.py.
+A forward or backward pass makes one all-reduce, or two if the size of its message has changed: see
+negotiation.py.
 """
 
 import functools
@@ -20,8 +20,8 @@ __all__ = ["DeviceMesh", "ProcessGroup", "Store", "Work"]  # from torch.distribu
 
 
 # Torch may have been built without torch.distributed.
-_AVAILABLE = dist.is_available()
-if TYPE_CHECKING or _AVAILABLE:
+AVAILABLE = dist.is_available()
+if TYPE_CHECKING or AVAILABLE:
     from torch.distributed import (  # type: ignore[attr-defined]
         DebugLevel,
         DeviceMesh,
@@ -45,7 +45,7 @@ def group_of_mesh(process_group: Any) -> Any:
     Raises:
         ValueError: The mesh has more than one dimension.
     """
-    if not _AVAILABLE or not isinstance(process_group, DeviceMesh):
+    if not AVAILABLE or not isinstance(process_group, DeviceMesh):
         return process_group
     if process_group.ndim != 1:
         raise ValueError(
@@ -75,7 +75,7 @@ def checked_group(process_group: object) -> ProcessGroup | None:
     """
     group: Any = group_of_mesh(process_group)
     is_non_member = isinstance(group, int) and group == _NON_MEMBER
-    if group is None or is_non_member or (_AVAILABLE and isinstance(group, ProcessGroup)):
+    if group is None or is_non_member or (AVAILABLE and isinstance(group, ProcessGroup)):
         return group  # type: ignore[no-any-return]
     raise TypeError(
         "expected process_group to be a torch.distributed.ProcessGroup, a DeviceMesh or None, but "
@@ -92,7 +92,7 @@ class GroupReference:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._strong: ProcessGroup | None = group  # None for a group of torch.distributed
-        if _AVAILABLE and isinstance(group, ProcessGroup) and _compat.is_registered(group):
+        if AVAILABLE and isinstance(group, ProcessGroup) and _compat.is_registered(group):
             self._strong, self._weak = None, ref(group)
             self._rank, self._name = group.rank(), name_of(group)  # for the error
 
@@ -121,7 +121,7 @@ def destroyed(rank: int, name: str) -> ValueError:
 
 def world() -> ProcessGroup | None:
     """Return the group of all ranks; None if torch.distributed is not initialized."""
-    return dist.group.WORLD if _AVAILABLE and dist.is_initialized() else None
+    return dist.group.WORLD if AVAILABLE and dist.is_initialized() else None
 
 
 @functools.cache
@@ -129,7 +129,7 @@ def warn_without_group() -> None:
     """Warn, once, that training is not synchronized though a launcher has started several ranks."""
     ranks = os.environ.get("WORLD_SIZE", "")
     is_launched = ranks.isdecimal() and int(ranks) > 1 and {"RANK", "MASTER_ADDR"} <= {*os.environ}
-    if _AVAILABLE and is_launched and not dist.is_initialized():
+    if AVAILABLE and is_launched and not dist.is_initialized():
         warnings.warn(
             f"a SyncBatchNorm layer trains on the batch of this process alone: this is one of "
             f"{ranks} processes (WORLD_SIZE), but torch.distributed is not initialized; call "
@@ -149,7 +149,7 @@ def resolve_group(process_group: ProcessGroup | None) -> ProcessGroup | None:
         TypeError: ``process_group`` is not a group.
         ValueError: This rank is not a member of the group.
     """
-    if not _AVAILABLE:
+    if not AVAILABLE:
         return None
     # An explicit group works without a default group.
     if process_group is None and not dist.is_initialized():
@@ -260,6 +260,13 @@ def cuda_backend(group: ProcessGroup) -> str:
 
 
 # Collectives.
+
+# Of torch.distributed.all_reduce, which spends most of its time on other cases. A program that has
+# replaced that function, to count or to delay collectives, gets its own one called.
+TORCHS_ALL_REDUCE = dist.all_reduce if AVAILABLE else None
+SUM = dist.AllreduceOptions() if AVAILABLE else None
+if SUM is not None:
+    SUM.asyncOp = False
 
 
 def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tensor:

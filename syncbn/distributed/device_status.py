@@ -67,6 +67,42 @@ class DeviceStatus:
         return False
 
 
+class DeviceStatuses:
+    """The statuses of a group's passes on the CUDA devices of this process."""
+
+    def __init__(self, wait_seconds: float | None) -> None:
+        self._wait_seconds = wait_seconds
+        self.by_device: dict[torch.device, DeviceStatus] = {}
+
+    def of(self, device: torch.device) -> DeviceStatus:
+        """Return the status for a pass on this device."""
+        status = self.by_device.get(device)
+        if status is None:
+            status = self.by_device[device] = DeviceStatus(device, self._wait_seconds)
+        status.note_pass()
+        return status
+
+    def read(self) -> float:
+        """Return a failure that a device has noted and that has not been raised; 0 without one.
+
+        It is the sum of the fingerprints of the pass, negative if a rank has aborted it.
+        """
+        for status in self.by_device.values():
+            found = status.read()
+            if found != 0:
+                return found
+        return 0.0
+
+    def have_stalled(self) -> bool:
+        """Whether a device stands still, see :meth:`DeviceStatus.has_stalled`."""
+        return any(status.has_stalled() for status in self.by_device.values())
+
+    def clear(self) -> None:
+        """Clear the notes of all devices."""
+        for status in self.by_device.values():
+            status.clear()
+
+
 def has_failed(device: torch.device) -> bool:
     """Whether a CUDA device reports an error in each call, as after an access to no memory."""
     if device.type != "cuda":

@@ -7,7 +7,7 @@ import torch
 from syncbn import _compat, ops
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity
-from syncbn.distributed.protocol import PassRecord, channels_of, same_channels
+from syncbn.distributed.state import PassRecord, channels_of, same_channels
 from syncbn.distributed.store import PassReport
 
 # Errors that are raised again, with the layer and the rank in their text.
@@ -44,27 +44,17 @@ def of_operator(error: Exception, record: PassRecord, *, others_know: bool = Tru
 
     ``others_know`` is whether the other ranks get the same error now, and report their passes.
     """
-    state = record.state
+    state, error = record.state, ops.in_its_class(error)
+    assert state is not None
     if isinstance(error, ops.AbortedError):
-        error = _aborted(record, state.store.read_abort())
+        error = aborted(record, state.store.read_abort())
     elif isinstance(error, ops.PassesDifferError):
         own = state.report(record)
-        error = _different(own, state.store.read_different(own) if others_know else None)
+        error = different(own, state.store.read_different(own) if others_know else None)
     else:
-        return _of_pass(error, record)
+        return of_pass(error, record)
     state.forget()  # as all ranks do
-    return _of_pass(error, record)
-
-
-def of_report(other: PassReport, record: PassRecord) -> Exception:
-    """Return the error of a rank whose message would differ in size from that of ``other``."""
-    state = record.state
-    if other.fingerprint == 0:
-        error: Exception = _aborted(record, other)
-    else:
-        error = _different(state.report(record), other)
-    state.forget()
-    return _of_pass(error, record)
+    return of_pass(error, record)
 
 
 # The beginning of torch's error for a tensor on a device that the group has no backend for.
@@ -77,34 +67,36 @@ def is_own(error: Exception) -> bool:
     return is_local or _compat.is_of_dispatch_mode(error)
 
 
-def of_own(error: Exception, record: PassRecord) -> Exception:
-    """Return such an error."""
-    record.state.forget()
-    return _of_pass(error, record)
-
-
-def of_collective(error: Exception, record: PassRecord) -> Exception:
+def of_collective(cause: Exception, record: PassRecord) -> Exception:
     """Return the error of a collective that failed, with the likely causes."""
+    assert record.state is not None
     record.state.forget()
+    reason = cause
     # torch fails to log the error of a group that it has not made, and raises that in its place.
-    if isinstance(error, ValueError) and isinstance(error.__context__, RuntimeError):
-        error = error.__context__
-    if "Batching rule not implemented" in str(error):
+    if isinstance(cause, ValueError) and isinstance(cause.__context__, RuntimeError):
+        reason = cause.__context__
+    if "Batching rule not implemented" in str(reason):
         text = "gradients of several ranks cannot be batched; leave out is_grads_batched=True"
-        return _of_pass(NotImplementedError(text), record)
-    text = (
-        f"the {record.direction} all-reduce of a SyncBatchNorm layer failed: another rank has "
-        "failed, left, did not come in time or runs another layer; look at the first error of the "
-        "other ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what they do"
-    )
-    return RuntimeError(f"{_of_pass(RuntimeError(text), record)}: {error}")
+        error = of_pass(NotImplementedError(text), record)
+    else:
+        text = (
+            f"the {record.direction} all-reduce of a SyncBatchNorm layer failed: another rank has "
+            "failed, left, did not come in time or runs another layer; look at the first error of "
+            "the other ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what they do"
+        )
+        error = RuntimeError(f"{of_pass(RuntimeError(text), record)}: {reason}")
+    error.__cause__ = cause
+    return error
 
 
-def _of_pass(error: Exception, record: PassRecord) -> Exception:
-    return with_layer_and_rank(error, record.layer, record.state.group)
+def of_pass(error: Exception, record: PassRecord) -> Exception:
+    """Return the error with the layer and the rank of a pass."""
+    group = None if record.state is None else record.state.group
+    return with_layer_and_rank(error, record.layer, group)
 
 
-def _aborted(record: PassRecord, report: PassReport | None) -> RuntimeError:
+def aborted(record: PassRecord, report: PassReport | None) -> RuntimeError:
+    """Return the error for a pass that another rank has aborted."""
     why = "that rank's own message tells the error"
     if report is not None:
         why = f"rank {report.rank}: {report.text}"
@@ -113,7 +105,8 @@ def _aborted(record: PassRecord, report: PassReport | None) -> RuntimeError:
     )
 
 
-def _different(own: PassReport, other: PassReport | None) -> Exception:
+def different(own: PassReport, other: PassReport | None) -> Exception:
+    """Return the error for ranks that make different passes."""
     if other is None:
         others = "another rank does not"
     else:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from syncbn import _compat
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup
-from syncbn.distributed.protocol import GroupState, group_state
+from syncbn.distributed.state import GroupState, group_state
 
 
 def group_of_size(group_size: int | str) -> ProcessGroup:

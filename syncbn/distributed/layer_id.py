@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Iterator
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 from weakref import WeakValueDictionary
 
 from syncbn import _compat
@@ -14,7 +14,7 @@ _NUMBER_BITS = 29
 class Identity:
     """The name of a layer, and two numbers."""
 
-    __slots__ = ("__weakref__", "key", "name", "number")
+    __slots__ = ("__weakref__", "key", "name", "number", "record")
 
     # The keys of the next layers.
     new_keys: ClassVar[Iterator[int]] = itertools.count(1)
@@ -28,9 +28,17 @@ class Identity:
         self.key = next(Identity.new_keys) if key is None else key
         # A number of 29 bits for the name, the same on all ranks.
         self.number = digest(name) if name else 0
+        # The record of the layer's last forward pass, a syncbn.distributed.state.PassRecord.
+        self.record: Any = None
 
     def __str__(self) -> str:
         return f"layer {self.name!r}" if self.name else "a layer"
+
+    def copy(self) -> "Identity":
+        """Return an identity of the same name and numbers."""
+        copied = Identity("", self.key)
+        copied.name, copied.number = self.name, self.number
+        return copied
 
     def as_input(self) -> int:
         """Return an input of graphs for :func:`identity_from`, so that layers can share one."""
@@ -39,26 +47,24 @@ class Identity:
         return given
 
 
-class _State(Protocol):
+class Identified(Protocol):
+    """The state of a layer."""
+
     identity: Identity
     graph_input: int
 
 
-class _Identified(Protocol):
-    @property
-    def _syncbn(self) -> _State: ...
-
-
-# A pass gets the identity of its layer; in a graph of torch.fx the name; under torch.compile the
-# layer itself, because reading its name would add a guard and compile the graph for each layer.
-Layer = Identity | str | _Identified
+# A pass gets the state of its layer, from which a graph of torch.compile takes only the input:
+# reading the name would add a guard and compile the graph for each layer. In a graph of torch.fx it
+# gets the name.
+Layer = Identified | Identity | str
 
 
 def identity_of(layer: Layer) -> Identity:
     """Return the identity of a layer."""
     if isinstance(layer, Identity):
         return layer
-    return identity_named(layer) if isinstance(layer, str) else layer._syncbn.identity
+    return identity_named(layer) if isinstance(layer, str) else layer.identity
 
 
 def identity_named(name: str) -> Identity:

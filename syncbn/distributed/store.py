@@ -67,6 +67,10 @@ class GroupStore:
         # The number of passes that this rank has made in the group, aborted ones included.
         self.num_passes = 0
 
+    def close(self, _: object) -> None:
+        """Let the store go, because the group has ended: its connections are closed."""
+        self._store = None
+
     # Compilers, which trace on behind a break of their graph, refuse code that touches a store.
     @_compat.uncompiled
     def _count_groups(self, group: ProcessGroup) -> int:

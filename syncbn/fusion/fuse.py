@@ -7,11 +7,12 @@ from torch import nn
 
 from syncbn import _compat
 from syncbn._compat import BatchNormBase
-from syncbn.derived import cannot_take_its_place
+from syncbn.conversion.classes import restored_on_error, set_class
+from syncbn.conversion.derived import cannot_take_its_place
+from syncbn.conversion.timm import SyncBatchNormAct
 from syncbn.fusion import capture, graph_module, patterns
 from syncbn.fusion.tracer import TraceError
-from syncbn.layer_state import restored_on_error, set_class
-from syncbn.modules import ModuleT, SyncBatchNorm, SyncBatchNormAct
+from syncbn.modules import ModuleT, SyncBatchNorm
 from syncbn.ops import epilogue
 from syncbn.pickles import RECONSTRUCTIONS
 

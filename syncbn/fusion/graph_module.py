@@ -13,7 +13,7 @@ import torch.fx
 from torch import Tensor, nn
 
 from syncbn import _compat
-from syncbn.layer_state import reduce_as, set_class
+from syncbn.conversion.classes import reduce_as, set_class
 from syncbn.modules import SyncBatchNorm
 from syncbn.ops import epilogue
 from syncbn.pickles import RECONSTRUCTIONS, _reconstruct

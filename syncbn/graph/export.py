@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from syncbn import _autograd, _compat, ops
-from syncbn.distributed import collectives, errors, sync
+from syncbn import _compat, ops, training
+from syncbn.distributed import collectives, errors, failures
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, identity_named
-from syncbn.distributed.sync import Pass
+from syncbn.distributed.state import PassRecord, group_state
 from syncbn.ops import aten, checks, epilogue, masks, tensors
 from syncbn.ops.arguments import Arguments
 
@@ -26,11 +26,16 @@ def train(
     Ours is needed in a group and with a mask.
     """
     # An export sends nothing, so that no rank waits for one that fails in it.
-    sends = None if torch.compiler.is_compiling() else group
-    with Pass(sends, layer, "forward", input, arguments):
+    record = PassRecord(None, layer, "forward")
+    if group is not None and not torch.compiler.is_compiling():
+        record = group_state(group).record(layer, "forward")
+        failures.check_before(record)
+    try:
         checks.check_training(input, arguments)
         checks.check_objects(input, arguments)
         mask = None if arguments.mask is None else masks.as_positions(arguments.mask, input)
+    except Exception as error:
+        raise failures.abort(error, record, input, arguments) from None
     if not torch.compiler.is_compiling() and _compat.is_recomputation():
         # The update of the forward pass has been recorded; the update of this pass is dropped.
         arguments = arguments._replace(
@@ -47,11 +52,21 @@ def train(
         )
         raise errors.with_layer_and_rank(ValueError(words), layer, group)
     group_name = None if group is None else group.group_name
-    weight, bias, *running, momentum, eps = arguments.for_operators()
+    weight, bias, *running = arguments[:5]
+    momentum = None if arguments.momentum is None else float(arguments.momentum)
+    eps = float(arguments.eps)
     switch = _train_eval_switch() if _compat.is_exporting() else None
     output: Tensor
     output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
-        input, weight, bias, *running[:2], eps, group_name, layer.name, mask, switch
+        input,
+        weight,
+        bias,
+        *running[:2],
+        eps,
+        group_name,
+        layer.name,
+        mask,
+        switch,
     )
     torch.ops.syncbn.compiled_update.default(
         totals.detach(), *running, momentum, input.dtype, 0, None
@@ -107,16 +122,20 @@ def _(
     dense = tensors.as_dense(input)
     arguments = Arguments(weight, bias, None, None, None, 0.0, eps, mask=mask)
     layer, evaluates = identity_named(layer_name), _evaluates(switch)
-    group = None if evaluates else sync.group_named(group_name, layer)
-    step = Pass(group, layer, _compat.forward_direction(), input)
-    with step:
-        totals = ops.batch_norm_stats(dense, step.tail, *arguments.for_checks(), mask=mask)
-    totals = step.all_reduce(totals)
+    name = None if evaluates else group_name
+    record = training.named_record(name, layer, _compat.forward_direction())
+    failures.check_before(record)
+    try:
+        stats = ops.around(mask).batch_norm_stats
+        totals = stats(dense, record.tail, *arguments.for_checks())
+    except Exception as error:
+        raise failures.abort(error, record, input) from None
+    totals = training.all_reduce(totals, record)
     if evaluates and running_mean is not None and running_var is not None:
         # A batch of two values whose mean and variance they are.
         mean, var = running_mean.double(), running_var.double()
         totals = 2 * torch.cat([mean, var + mean.square(), torch.ones_like(mean[:1])])
-    output, *statistics = _autograd.normalize(dense, totals, arguments, step)
+    output, *statistics = training.normalize(dense, totals, arguments, record)
     mean, invstd, count = statistics
     totals = totals[: 2 * input.size(1) + 1]
     # Sums of an empty batch update nothing.
@@ -144,8 +163,8 @@ def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None,
     if ctx.evaluates:
         return *_backward_of_evaluation(ctx, grad_output), *(None,) * 7
     layer = identity_named(ctx.layer_name)
-    step = Pass(sync.group_named(ctx.group_name, layer), layer, "backward")
-    return *_autograd.backward(ctx, grad_output, step)[:3], *(None,) * 7
+    record = training.named_record(ctx.group_name, layer, "backward")
+    return *training.backward(ctx, grad_output, record)[:3], *(None,) * 7
 
 
 def _backward_of_evaluation(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:

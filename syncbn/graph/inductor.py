@@ -16,11 +16,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from syncbn import _autograd, _compat, ops
-from syncbn.distributed import collectives, protocol, sync
+from syncbn import _compat, ops, training
+from syncbn.distributed import collectives, failures
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, Layer, identity_from
-from syncbn.distributed.sync import Pass
+from syncbn.distributed.state import PassRecord, channels_of, size_of
 from syncbn.ops import checks, epilogue, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
 
@@ -50,7 +50,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
         collectives.warn_while_tracing()
     group_name = None if group is None else group.group_name
     is_named = isinstance(layer, (Identity, str))
-    identity = 0 if is_named else layer._syncbn.graph_input  # type: ignore[union-attr]
+    identity = 0 if is_named else layer.graph_input  # type: ignore[union-attr]
     output: Tensor = _compiled_train(input, *arguments, group_name, identity)
     return output
 
@@ -77,7 +77,7 @@ def _fitting_tensors(input: Tensor, arguments: Arguments) -> dict[str, Tensor]:
 
 
 class CompiledSyncBatchNormFunction(torch.autograd.Function):
-    """As :class:`syncbn._autograd.SyncBatchNormFunction`, to be traced by AOTAutograd.
+    """As :class:`syncbn.training.SyncBatchNormFunction`, to be traced by AOTAutograd.
 
     Makes the same collectives. The layer's identity is an input of the graph: a graph that knew the
     name would not serve another layer.
@@ -109,7 +109,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         if running != [None, None, None]:
             _compat.run_updates_in_selective_checkpoints()
             torch.ops.syncbn.compiled_update.default(
-                totals, *running, arguments.for_operators()[5], input.dtype, identity, group_name
+                totals, *running, arguments.momentum, input.dtype, identity, group_name
             )
         elif group_name is not None:
             count = _compat.wait(count)  # compilers keep this operator, and so the one before it
@@ -215,7 +215,7 @@ _library = torch.library.Library("syncbn", "FRAGMENT")
 _ARGUMENTS = (
     "Tensor? weight, Tensor? bias, Tensor? running_mean, Tensor? running_var, "
     "Tensor? num_batches_tracked, float? momentum, float eps, SymInt? num_features, "
-    "Tensor? residual, str? activation, float negative_slope, int[]? dims, Tensor? mask"
+    "str? activation, float negative_slope, int[]? dims, Tensor? residual, Tensor? mask"
 )
 
 
@@ -267,38 +267,43 @@ _library.define(
 
 @torch.library.impl(_library, "compiled_forward", "CompositeExplicitAutograd")
 def _(input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    step, arguments = _begin(input, *values)
-    with step:
+    record, arguments = _begin(input, *values)
+    try:
         checks.check_training(input, arguments)
-        if step.group is None:
+        if record.state is None:
             formulas.check_input_size(input)
-        message = ops.batch_norm_stats(
-            tensors.as_dense(input), step.tail, *arguments.for_checks(), mask=arguments.mask
+        message = ops.around(arguments.mask).batch_norm_stats(
+            tensors.as_dense(input), record.tail, *arguments.for_checks()
         )
-    totals = step.all_reduce(message)
+    except Exception as error:
+        raise failures.abort(error, record, input, arguments) from None
+    totals = training.all_reduce(message, record)
     no_input = input.new_empty((0, input.size(1)))
     numbers = Arguments(None, None, None, None, None, 0.0, arguments.eps)
-    _, mean, invstd, count = _autograd.normalize(no_input, totals, numbers, step)
+    _, mean, invstd, count = training.normalize(no_input, totals, numbers, record)
     return mean, invstd, count, totals
 
 
-def _begin(input: Tensor, *values: Any) -> tuple[Pass, Arguments]:
+def _begin(input: Tensor, *values: Any) -> tuple[PassRecord, Arguments]:
     *fields, identity, group_name, _ = values
-    arguments, layer = Arguments(*fields), identity_from(identity)
-    group = sync.group_named(group_name, layer)
-    return Pass(group, layer, _compat.forward_direction(), input, arguments), arguments
+    layer, direction = identity_from(identity), _compat.forward_direction()
+    record = training.named_record(group_name, layer, direction)
+    failures.check_before(record)
+    return record, Arguments(*fields)
 
 
 @torch.library.register_fake("syncbn::compiled_forward")
 def _(input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     if not isinstance(input, _compat.FakeTensor):  # the graph runs with a tensor on meta
-        step, arguments = _begin(input, *values)
-        with step:
+        record, arguments = _begin(input, *values)
+        try:
             checks.check_training(input, arguments)
             ops.check_arguments(input, *arguments.for_checks(), mask=arguments.mask)
+        except Exception as error:
+            raise failures.abort(error, record, input, arguments) from None
     channels = input.size(1) if input.dim() > 1 else 1
     *_, group_name, _ = values
-    size = 2 * channels + 1 if group_name is None else protocol.size_of(channels)
+    size = 2 * channels + 1 if group_name is None else size_of(channels)
     mean, invstd, count, totals = (
         input.new_empty(number, dtype=torch.float64) for number in (channels, channels, 1, size)
     )
@@ -327,14 +332,14 @@ def _(
     layer, direction = identity_from(identity), _compat.forward_direction()
     if direction == "recomputation":
         return
-    step = Pass(sync.group_named(group_name, layer), layer, direction)
+    record = training.named_record(group_name, layer, direction)
     size = totals.size(0)
-    channels = size // 2 if group_name is None else protocol.channels_of(size)
+    channels = size // 2 if group_name is None else channels_of(size)
     arguments = Arguments(
         None, None, running_mean, running_var, num_batches_tracked, momentum, eps=1.0
     )
     no_input = totals.new_empty((0, channels), dtype=input_dtype)
-    _autograd.normalize(no_input, totals, arguments, step)
+    training.normalize(no_input, totals, arguments, record)
 
 
 @torch.library.register_fake("syncbn::compiled_update")
@@ -366,15 +371,18 @@ def _(
     previous: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     layer = identity_from(identity)
-    step = Pass(sync.group_named(group_name, layer), layer, "backward", input)
-    with step:
+    record = training.named_record(group_name, layer, "backward")
+    failures.check_before(record)
+    try:
         input = tensors.as_dense(input)
         grad_output = tensors.as_dense(grad_output, like=input)
         dtypes = (weight_dtype, bias_dtype)
-        sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, *dtypes, step.tail, mask=mask
+        sums, grad_weight, grad_bias = ops.around(mask).batch_norm_backward_reduce(
+            grad_output, input, mean, invstd, *dtypes, record.tail
         )
-    sums = step.verify(step.all_reduce(sums))
+    except Exception as error:
+        raise failures.abort(error, record, input) from None
+    sums = training.verify(training.all_reduce(sums, record), record)
     return sums[: 2 * mean.size(0)], grad_weight, grad_bias
 
 
@@ -391,7 +399,8 @@ def _(
     group_name: str | None,
     previous: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums, grad_weight, grad_bias = ops.batch_norm_backward_reduce(
+    operator = torch.ops.syncbn.batch_norm_backward_reduce.default
+    sums, grad_weight, grad_bias = operator(
         grad_output, input, mean, invstd, weight_dtype, bias_dtype
     )
     return sums, grad_weight, grad_bias

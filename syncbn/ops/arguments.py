@@ -8,16 +8,6 @@ from typing import Any, NamedTuple, SupportsFloat, TypeGuard
 import torch
 from torch import Tensor
 
-Operands = tuple[
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    Tensor | None,
-    float | None,
-    float,
-]
-
 
 class Arguments(NamedTuple):
     """Vectors [C], numbers, mask and epilogue of a layer or of a call of the function.
@@ -38,10 +28,10 @@ class Arguments(NamedTuple):
     momentum: float | None
     eps: float
     num_features: int | None = None
-    residual: Tensor | None = None
     activation: str | None = None
     negative_slope: float = 0.01
     dims: Sequence[int] | None = None
+    residual: Tensor | None = None
     mask: Tensor | None = None
 
     @property
@@ -49,14 +39,17 @@ class Arguments(NamedTuple):
         """Weight, bias, running_mean and running_var."""
         return self[:4]
 
-    def for_operators(self) -> Operands:
-        """Return the arguments of the normalization, with plain floats for the numbers."""
-        momentum = None if self.momentum is None else float(self.momentum)
-        return *self[:5], momentum, float(self.eps)
-
     def for_checks(self) -> tuple[Any, ...]:
         """Return the arguments that the first operator of a pass checks, in its order."""
         return *self[:5], None if self.momentum is None else 0.0, self.residual
+
+    def plain(self) -> "Arguments":
+        """Return them with floats for real numbers that torch does not take, such as Fractions."""
+        momentum, eps, _, _, slope = self[5:10]
+        if type(momentum) is float and type(eps) is float and type(slope) is float:
+            return self
+        momentum, eps, slope = map(_plain_number, (momentum, eps, slope))
+        return self._replace(momentum=momentum, eps=eps, negative_slope=slope)
 
     def without_running(self) -> "Arguments":
         """Return them for a pass that updates nothing."""
@@ -65,7 +58,7 @@ class Arguments(NamedTuple):
         )
 
 
-def plain_number(value: Any) -> Any:
+def _plain_number(value: Any) -> Any:
     """Return a float for a real number that torch's functions do not take, such as a Fraction."""
     if isinstance(value, Real) and not isinstance(value, (int, float)):
         with contextlib.suppress(OverflowError):  # the checks of a pass raise it

@@ -1,11 +1,13 @@
-"""The operators as Python calls.
+"""The operators of csrc, by handles that are looked up once.
 
 csrc/ops.cpp holds their contract. None of them communicates or has an autograd formula. On devices
 without operators of csrc, :mod:`syncbn.ops.fallback` has them. A ``mask`` is a result of
 :func:`syncbn.ops.masks.as_positions`.
 """
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,16 +19,13 @@ from syncbn.ops.formulas import check_more_than_one_value
 
 __all__ = [
     "AbortedError",
+    "Operators",
     "PassesDifferError",
-    "batch_norm_apply",
-    "batch_norm_backward",
-    "batch_norm_backward_apply",
-    "batch_norm_backward_reduce",
-    "batch_norm_backward_reduce_dz",
-    "batch_norm_forward",
-    "batch_norm_stats",
+    "around",
     "check_arguments",
     "check_more_than_one_value",
+    "in_its_class",
+    "usual",
     "verify_sums",
 ]
 
@@ -39,9 +38,9 @@ def check_arguments(
     ``others`` are :meth:`syncbn.ops.arguments.Arguments.for_checks`.
     """
     try:
-        _OPERATORS["check_arguments"](input, *others, mask=mask, training=training)
+        _OVERLOADS["check_arguments"](input, *others, mask=mask, training=training)
     except RuntimeError as error:
-        raise _in_its_class(error) from None
+        raise in_its_class(error) from None
 
 
 # Fake kernels. They run too if some of the tensors are on meta, and raise the error then.
@@ -131,11 +130,39 @@ def _(grad_output: Tensor, input: Tensor, *operands: Any) -> tuple[Tensor, ...]:
     return torch.empty_like(input), *gradients
 
 
-# Looked up once: each attribute costs as much as a check.
-_OPERATORS = {
+_OVERLOADS = {
     name: getattr(torch.ops.syncbn, name).default
     for name in ("check_arguments", "verify_sums", *fallback.OPERATORS)
 }
+
+
+class Operators(NamedTuple):
+    """The operators of a pass. Each takes its operands by position."""
+
+    # This rank's message: sum of x, sum of x² and number of values, float64 [2C+1].
+    batch_norm_stats: Callable[..., Tensor]
+    # Output, mean [C], invstd [C] and count [1], by the sums of the group; updates the running
+    # statistics.
+    batch_norm_apply: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    # This rank's sums of dz and dz·xhat, float64 [2C], and grad_weight and grad_bias [C].
+    batch_norm_backward_reduce: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    # The same, and dz.
+    batch_norm_backward_reduce_dz: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    # The gradient of the input, by the sums of the group.
+    batch_norm_backward_apply: Callable[..., Tensor]
+    # In a single process, as batch_norm_apply, by the statistics of the input.
+    batch_norm_forward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
+    # In a single process, the gradients of input, weight and bias.
+    batch_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+# Without a mask, a dispatch mode, or a counter of batches of another dtype than int64.
+usual = Operators(*(_compat.handle_of(_OVERLOADS[name]) for name in Operators._fields))
+
+
+def around(mask: Tensor | None) -> Operators:
+    """Return the operators for all other calls, with a mask or None."""
+    return Operators(*(functools.partial(_run, name, mask) for name in Operators._fields))
 
 
 class AbortedError(RuntimeError):
@@ -155,7 +182,10 @@ _CLASSES = {
 _KINDS = {"TypeError": TypeError, "ValueError": ValueError}  # csrc/common/checks.h
 
 
-def _in_its_class(error: RuntimeError) -> Exception:
+def in_its_class(error: Exception) -> Exception:
+    """Return the error of an operator in the class that its text names; others as they are."""
+    if type(error) is not RuntimeError:
+        return error
     kind, _, text = str(error).partition(": ")
     if kind in _KINDS:
         return _KINDS[kind](text)
@@ -165,102 +195,50 @@ def _in_its_class(error: RuntimeError) -> Exception:
     return error
 
 
-def _call(name: str, operands: tuple[Any, ...], mask: Tensor | None = None) -> Any:
-    """Call an operator; its errors get their class."""
-    try:
-        if mask is None:
-            return _OPERATORS[name](*operands)
-        if _takes_mask(mask):
-            return _OPERATORS[name](*operands, mask=mask)
-        return masks.call_filled(_OPERATORS, name, operands, mask)
-    except RuntimeError as error:
-        raise _in_its_class(error) from None
+# The index of the counter of batches among the operands.
+_COUNTERS = {"batch_norm_apply": 6, "batch_norm_forward": 5}
 
 
-def _takes_mask(mask: Tensor) -> bool:
-    return not (mask.is_cuda and tensors.has_operators(mask.device))
-
-
-def _write(
-    name: str, operands: tuple[Any, ...], mask: Tensor | None = None, counter: int = -1
-) -> Any:
-    """Do as :func:`_call`, with an operator that writes to its operands.
-
-    ``counter`` is the index of the counter of batches, which may have any dtype; -1 for none.
-    """
-    count = None if counter < 0 else operands[counter]
+def _run(name: str, mask: Tensor | None, *operands: Any) -> Any:
+    """Call an operator, with all that Python has to do for it."""
+    index = _COUNTERS.get(name)
+    count = None if index is None else operands[index]
     if count is not None and not (count.dtype in (torch.int64, torch.bool) or count.is_complex()):
-        before, momentum = count.to(torch.int64), operands[counter + 1]
+        assert index is not None
+        before, momentum = count.to(torch.int64), operands[index + 1]
         if momentum is None and type(count) is Tensor and count.is_cpu and (count != before).any():
             momentum = 1 / (float(count) + 1)  # the operator averages over whole batches
         after = before.clone()
-        operands = (*operands[:counter], after, momentum, *operands[counter + 2 :])
-        results = _write(name, operands, mask)
+        results = _run(name, mask, *operands[:index], after, momentum, *operands[index + 2 :])
         count.add_(after - before)
         return results
-    if not _compat.allows_mutation_of_saved():
-        return _call(name, operands, mask)
-    # Its mode, which does not take the operator, has to see the writes.
-    written = _compat.arguments_written(_OPERATORS[name])
+    written: list[bool] = []
+    if _compat.allows_mutation_of_saved():
+        written = _compat.arguments_written(_OVERLOADS[name])
+    if not any(written):
+        return _call(name, mask, operands)
+    # The mode, which does not take the operator, has to see the writes.
     for operand, is_written in zip(operands, written, strict=False):
         if is_written and operand is not None:
             operand.copy_(operand)
     with _compat.without_dispatch_modes():
-        return _call(name, operands, mask)
+        return _call(name, mask, operands)
 
 
-# The operators. csrc/ops.cpp names their operands and results.
-
-
-def batch_norm_stats(*operands: Any, mask: Tensor | None = None) -> Tensor:
-    """Compute this rank's message: sum of x, sum of x² and number of values, float64 [2C+1]."""
-    return _call("batch_norm_stats", operands, mask)  # type: ignore[no-any-return]
-
-
-def batch_norm_apply(
-    *operands: Any, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalize, and update the running statistics: output, mean [C], invstd [C], count [1]."""
-    return _write("batch_norm_apply", operands, mask, counter=6)  # type: ignore[no-any-return]
-
-
-def batch_norm_forward(
-    *operands: Any, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do as :func:`batch_norm_apply`, by the statistics of the input."""
-    return _write("batch_norm_forward", operands, mask, counter=5)  # type: ignore[no-any-return]
-
-
-def batch_norm_backward_reduce(
-    *operands: Any, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute this rank's sums of dz and dz·xhat, float64 [2C], and grad_weight, grad_bias [C]."""
-    return _call("batch_norm_backward_reduce", operands, mask)  # type: ignore[no-any-return]
-
-
-def batch_norm_backward_reduce_dz(
-    *operands: Any, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Do as :func:`batch_norm_backward_reduce`, and store dz."""
-    return _call("batch_norm_backward_reduce_dz", operands, mask)  # type: ignore[no-any-return]
-
-
-def batch_norm_backward_apply(*operands: Any, mask: Tensor | None = None) -> Tensor:
-    """Compute the gradient of the input from the sums of the whole group."""
-    results = _write("batch_norm_backward_apply", operands, mask)
-    return results  # type: ignore[no-any-return]
-
-
-def batch_norm_backward(
-    *operands: Any, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of input, weight and bias in a single process."""
-    return _call("batch_norm_backward", operands, mask)  # type: ignore[no-any-return]
+def _call(name: str, mask: Tensor | None, operands: tuple[Any, ...]) -> Any:
+    if mask is None:
+        return _OVERLOADS[name](*operands)
+    if mask.is_cuda and tensors.has_operators(mask.device):  # whose kernels take no mask
+        return masks.call_filled(_OVERLOADS, name, operands, mask)
+    return _OVERLOADS[name](*operands, mask=mask)
 
 
 def verify_sums(*operands: Any) -> Tensor:
     """Return sums over all ranks without their tail; raise, or NaN on CUDA, if inconsistent."""
-    return _write("verify_sums", operands)  # type: ignore[no-any-return]
+    try:
+        return _run("verify_sums", None, *operands)  # type: ignore[no-any-return]
+    except RuntimeError as error:
+        raise in_its_class(error) from None
 
 
 def _with_memory(operator: Any) -> Any:
@@ -293,5 +271,5 @@ for _name in ("verify_sums", *fallback.OPERATORS):
     _library.impl(_name, torch.library.fallthrough_kernel)
 
 _zero_tensors = torch.library.Library("syncbn", "IMPL", "ZeroTensor")
-for _name, _operator in _OPERATORS.items():
+for _name, _operator in _OVERLOADS.items():
     _zero_tensors.impl(_name, _with_memory(_operator))

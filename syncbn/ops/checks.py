@@ -11,8 +11,27 @@ import torch
 from torch import Tensor
 
 from syncbn import _compat
-from syncbn.ops import epilogue, fallback
+from syncbn.ops import epilogue, fallback, masks
 from syncbn.ops.arguments import Arguments, is_number
+
+
+def checked(input: Tensor, arguments: Arguments) -> Arguments:
+    """Make the checks of a training pass that no operator makes; return what operators take.
+
+    That is floats, and a mask as :func:`syncbn.ops.masks.as_positions` returns it.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: As :func:`check_training`.
+    """
+    arguments = arguments.plain()
+    check_training(input, arguments)
+    momentum, mask = arguments.momentum, arguments.mask
+    return arguments._replace(
+        momentum=None if momentum is None else float(momentum),
+        eps=float(arguments.eps),
+        negative_slope=float(arguments.negative_slope),
+        mask=None if mask is None else masks.as_positions(mask, input),
+    )
 
 
 def check_training(input: Tensor, arguments: Arguments) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import _compat, ops
-from syncbn.distributed import abort, collectives, sync
+from syncbn import _compat, ops, training
+from syncbn.distributed import collectives, failures
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity
-from syncbn.distributed.protocol import group_state
+from syncbn.distributed.state import STEP, group_state
 from syncbn.modules import SyncBatchNorm
 from syncbn.utils.freeze import layers_of
 
@@ -45,7 +45,7 @@ class Population:
         # By the operator, which subtracts with little loss and gives a constant channel 0.
         no_input = totals.new_empty((0, self.channels))
         mean, var = totals.new_zeros((2, self.channels))
-        ops.batch_norm_apply(no_input, totals, None, None, mean, var, None, 1.0, 1.0)
+        ops.usual.batch_norm_apply(no_input, totals, None, None, mean, var, None, 1.0, 1.0)
         is_finite = totals[:-1].view(2, -1).isfinite().all(0)
         delta = torch.where(is_finite, mean, torch.nan) - self.mean
         share = count / (self.count + count)
@@ -139,14 +139,14 @@ def recompute_statistics(
         group_state(group).num_comparisons = 0
     # To find the groups in which a failure of this rank is known already.
     states = [group_state(group) for group in groups]
-    failures = [state.num_failures for state in states]
+    numbers = [state.num_failures for state in states]
     try:
         populations = {name: Population(layer) for name, layer in layers.items()}
         with _kept_buffers(model), _observed(layers, populations), _eager(model):
             _run(model, batches, forward, list(populations.values()), groups)
     except Exception as error:
-        unaware = [s.num_failures == number for s, number in zip(states, failures, strict=True)]
-        abort.abort_next_pass(error, itertools.compress(groups, unaware))
+        unaware = [s.num_failures == number for s, number in zip(states, numbers, strict=True)]
+        failures.abort_next_pass(error, itertools.compress(groups, unaware))
         raise
     incomplete = [
         f"{name!r} ({reason})"
@@ -185,7 +185,7 @@ def _layers_to_recompute(model: nn.Module) -> dict[str, SyncBatchNorm]:
             )
     except ValueError as error:
         default = collectives.resolve_group(None)
-        abort.abort_next_pass(error, [] if default is None else [default])
+        failures.abort_next_pass(error, [] if default is None else [default])
         raise
     return {
         name: layer for name, layer in layers.items() if collectives.is_member(layer.process_group)
@@ -226,7 +226,7 @@ def _run(
         batch = next(iterator, _END)
         has_batch = [batch is not _END]
         if meeting is not None:
-            has_batch = sync.each_rank(has_batch[0], meeting, identity, device)
+            has_batch = _each_rank(has_batch[0], meeting, identity, device)
         if not all(has_batch):
             _check_missing(has_batch, step, forward, meeting)
             if not any(has_batch):
@@ -241,6 +241,29 @@ def _run(
             model(empty)
         for population in populations:
             population.end_batch()
+
+
+def _each_rank(
+    flag: bool, group: ProcessGroup, layer: Identity, device: torch.device
+) -> list[bool]:
+    """Return the flag of each rank of the group: a step between passes of layers.
+
+    Raises:
+        RuntimeError: As :func:`syncbn.training.all_reduce`; the ranks do not all make this step, or
+            another rank has aborted it.
+    """
+    record = group_state(group).record(layer, STEP)
+    failures.check_before(record)
+    try:
+        assert record.tail is not None
+        flags = [0.0] * group.size()
+        flags[group.rank()] = float(flag)
+        values = [*flags, 0.0, *record.tail.tolist()]
+        message = torch.tensor(values, dtype=torch.float64, device=device)
+    except Exception as error:
+        raise failures.abort(error, record) from None
+    totals = training.verify_on_host(training.all_reduce(message, record), record)
+    return [value != 0 for value in totals[:-1].tolist()]
 
 
 def _check_missing(

@@ -6,10 +6,11 @@ import sys
 
 import pytest
 import torch
+from support import ops
 from support.cases import make_input
 from torch import nn
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops
+from syncbn import SyncBatchNorm, convert_sync_batchnorm
 
 pytestmark = [
     pytest.mark.cuda,
@@ -145,14 +146,15 @@ x = torch.randn(64, 4, 28, 28, device="cuda")  # a channel is split over blocks
 torch.cuda.synchronize()
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
-    message = ops.batch_norm_stats(x)
+    message = ops.usual.batch_norm_stats(x)
 graph.replay()
-assert torch.equal(message, ops.batch_norm_stats(x))
+assert torch.equal(message, ops.usual.batch_norm_stats(x))
 """
 
 
 @pytest.mark.parametrize(
-    "before", ["", "ops.batch_norm_apply(x, torch.ones(9).double().cuda(), *[None] * 5, 0.1, 1e-5)"]
+    "before",
+    ["", "ops.usual.batch_norm_apply(x, torch.ones(9).double().cuda(), *[None] * 5, 0.1, 1e-5)"],
 )
 def test_first_split_reduction_of_a_process_may_be_captured(before):
     """Also if nothing has run before, or only an operator without counters."""

@@ -5,6 +5,7 @@ That they agree with float64, and opcheck, is tested where the CPU operators are
 
 import pytest
 import torch
+from support import ops
 from support.cases import (
     OPS,
     all_cases,
@@ -19,8 +20,6 @@ from support.cases import (
 )
 from support.cuda_device import IS_STANDIN
 from support.emulated import placed
-
-from syncbn import ops
 
 pytestmark = [pytest.mark.cuda, pytest.mark.any_torch, pytest.mark.usefixtures("on_cuda")]
 

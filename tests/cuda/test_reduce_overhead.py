@@ -4,11 +4,11 @@ On the stand-in Triton's kernels do nothing: there only the graphs are tested, n
 """
 
 import copy
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from support import ops
 from support.cases import make_input
 from support.cuda_device import IS_STANDIN
 from support.ranks import Ranks
@@ -30,10 +30,10 @@ def counted(operator, calls):
 
 def step(network, run, x):
     """Train; return the numbers of operators and collectives that the host has called."""
-    calls, operators = [], batch_norm._OPERATORS
+    calls, operators = [], batch_norm._OVERLOADS
     counting = {name: counted(operator, calls) for name, operator in operators.items()}
     before = _compat.count_operations(dist.group.WORLD, x.device)
-    with mock.patch.dict(operators, counting):
+    with ops.replaced(**counting):
         network.zero_grad(set_to_none=True)
         run(x).pow(3).sum().backward()
     num_collectives = _compat.count_operations(dist.group.WORLD, x.device) - before

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support import ops
 from support.cases import make_input
 from support.ranks import Failure, Ranks
 from torch import nn
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, sync_batch_norm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from syncbn.ops import checks
 
 X = make_input((4, 3, 5), "contiguous", torch.float32)
@@ -355,13 +356,11 @@ def test_batched_gradients_of_ranks_are_refused(two_ranks):
 
 
 def run_out_of_memory(rank, world_size):
-    if rank == 1:
+    def fail(*args):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
-        def fail(*args, **keywords):
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-        ops.batch_norm_stats = fail
-    SyncBatchNorm(3)(torch.rand(2, 3))
+    with ops.replaced(**{"batch_norm_stats": fail} if rank == 1 else {}):
+        SyncBatchNorm(3)(torch.rand(2, 3))
 
 
 def test_failure_before_the_collective_fails_the_others_at_once():

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from support.cases import make_input
 from torch import nn
 
-import syncbn.convert
+import syncbn.conversion.convert
 import syncbn.fusion.fuse
 from syncbn import (
     SyncBatchNorm,
@@ -340,7 +340,7 @@ def test_change_that_fails_half_way_changes_nothing(monkeypatch, change, error):
         convert_sync_batchnorm(model)
     if change is revert_sync_batchnorm:
         fuse_activations(model)
-    module = syncbn.fusion.fuse if change is fuse_activations else syncbn.convert
+    module = syncbn.fusion.fuse if change is fuse_activations else syncbn.conversion.convert
     original, calls = module.set_class, []
 
     def set_class(*arguments):
@@ -376,9 +376,11 @@ def swapped(request, monkeypatch):
     """The converters in a program that swaps torch's name for ours."""
     monkeypatch.setattr(nn, "SyncBatchNorm", SyncBatchNorm)
     if request.param == "import first":
-        return syncbn.convert
+        return syncbn.conversion.convert
     monkeypatch.setattr(syncbn.pickles, "RECONSTRUCTIONS", {**syncbn.pickles.RECONSTRUCTIONS})
-    for name in ("syncbn.derived", "syncbn.convert"):
+    converter = staticmethod(SyncBatchNorm._syncbn_converter)
+    monkeypatch.setattr(SyncBatchNorm, "_syncbn_converter", converter)  # gives it back
+    for name in ("syncbn.conversion.derived", "syncbn.conversion.convert"):
         spec = importlib.util.find_spec(name)
         module = importlib.util.module_from_spec(spec)
         monkeypatch.setitem(sys.modules, name, module)

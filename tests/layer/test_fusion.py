@@ -23,8 +23,8 @@ from syncbn import (
     fuse_activations,
     revert_sync_batchnorm,
 )
+from syncbn.conversion.timm import SyncBatchNormAct
 from syncbn.fusion.graph_module import FusedActivation, FusedModule
-from syncbn.modules import SyncBatchNormAct
 
 
 def test_neighbours_in_a_sequential():

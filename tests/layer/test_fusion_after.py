@@ -26,8 +26,8 @@ from syncbn import (
     fuse_activations,
     revert_sync_batchnorm,
 )
+from syncbn.batch_norm import BatchNorm
 from syncbn.fusion.graph_module import FusedModule
-from syncbn.modules import BatchNorm
 
 
 def test_fusing_again_changes_nothing():

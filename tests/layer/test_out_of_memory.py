@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import ops
 from support.cases import OPS, arguments
 from support.paths import ROOT
 from support.ranks import Ranks
 
-from syncbn import SyncBatchNorm, ops
-from syncbn.ops import _extension, batch_norm
+from syncbn import SyncBatchNorm
+from syncbn.ops import _extension
 
 
 def should_reduce_batch_size(error):
@@ -28,7 +29,7 @@ import torch
 from syncbn import ops
 
 x = torch.ones(1, 4, 4096, 4096)
-totals = ops.batch_norm_stats(x)
+totals = ops.usual.batch_norm_stats(x)
 mean, invstd, count = totals[:4].clone(), totals[4:8].clone(), totals[8:].clone()
 with open("/proc/self/statm") as status:
     used = int(status.read().split()[0]) * resource.getpagesize()
@@ -39,8 +40,10 @@ except RuntimeError as error:
     print(error)
 """
 CALLS = {
-    "apply": "ops.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, 1e-5)",
-    "backward_apply": "ops.batch_norm_backward_apply(x, x, mean, invstd, None, totals[:8], count)",
+    "apply": "ops.usual.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, 1e-5)",
+    "backward_apply": (
+        "ops.usual.batch_norm_backward_apply(x, x, mean, invstd, None, totals[:8], count)"
+    ),
 }
 
 
@@ -79,12 +82,12 @@ import torch
 from syncbn import ops
 
 x = torch.ones(64, 8, 128, 256, device="cuda")  # memory of a size that no allocator has in stock
-totals = ops.batch_norm_stats(x)
+totals = ops.usual.batch_norm_stats(x)
 torch.cuda.synchronize()
 
 def call():
     try:
-        ops.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, 1e-5)
+        ops.usual.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, 1e-5)
     except RuntimeError as error:
         print(type(error).__name__, error, flush=True)
     os._exit(0)  # the device cannot be left in order
@@ -112,14 +115,14 @@ import torch
 from syncbn import ops
 
 x = torch.ones(64, 8, 128, 256, device="cuda")
-totals = ops.batch_norm_stats(x)
+totals = ops.usual.batch_norm_stats(x)
 torch.cuda.empty_cache()
 used = torch.cuda.memory_reserved() + 2**20
 torch.cuda.set_per_process_memory_fraction(used / torch.cuda.mem_get_info()[1])
 try:
-    ops.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, 1e-5)
-except torch.OutOfMemoryError as error:
-    print(error)
+    ops.usual.batch_norm_apply(x, totals, None, None, None, None, None, 0.1, 1e-5)
+except RuntimeError as error:
+    print(type(ops.in_its_class(error)).__name__, error)
 """
 
 
@@ -128,7 +131,8 @@ def test_too_much_on_cuda_is_out_of_memory():
     command = [sys.executable, "-c", TOO_MUCH_ON_CUDA]
     result = subprocess.run(command, capture_output=True, text=True)
     said = result.stdout.strip()
-    assert said.startswith("CUDA out of memory. syncbn tried to allocate"), result.stderr
+    words = "OutOfMemoryError CUDA out of memory. syncbn tried to allocate"
+    assert said.startswith(words), result.stderr
     assert said.endswith("67108864 bytes on device 0")
     assert should_reduce_batch_size(torch.OutOfMemoryError(said))
 
@@ -138,20 +142,20 @@ def run_out(*args):
 
 
 @pytest.mark.parametrize("name", [name for name in OPS if " " not in name])
-def test_class_on_cuda_is_torchs(name, monkeypatch):
+def test_class_on_cuda_is_torchs(name):
     args = arguments(name, torch.rand(4, 3))
-    monkeypatch.setitem(batch_norm._OPERATORS, name, run_out)
-    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. syncbn") as error:
+    raised = pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory\. syncbn")
+    with ops.replaced(**{name: run_out}), raised as error:
         getattr(ops, name)(*args)
     assert should_reduce_batch_size(error.value)
 
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
-def test_layer_names_itself(stage, monkeypatch):
-    monkeypatch.setitem(batch_norm._OPERATORS, f"batch_norm_{stage}", run_out)
+def test_layer_names_itself(stage):
     layer = SyncBatchNorm(3)
     layer._syncbn = layer._syncbn.with_name("body.bn1")
-    with pytest.raises(torch.OutOfMemoryError, match=r"on device 0 \[layer 'body.bn1'\]$"):
+    raised = pytest.raises(torch.OutOfMemoryError, match=r"on device 0 \[layer 'body.bn1'\]$")
+    with ops.replaced(**{f"batch_norm_{stage}": run_out}), raised:
         layer(torch.rand(4, 3, requires_grad=True)).sum().backward()
 
 
@@ -159,9 +163,8 @@ def run_out_on_one_rank(rank, world_size, stage):
     layer = SyncBatchNorm(3)
     layer._syncbn = layer._syncbn.with_name("body.bn1")
     layer(torch.rand(4, 3))
-    if rank == 1:
-        batch_norm._OPERATORS[f"batch_norm_{stage}"] = run_out
-    layer(torch.rand(4, 3))
+    with ops.replaced(**{f"batch_norm_{stage}": run_out} if rank == 1 else {}):
+        layer(torch.rand(4, 3))
 
 
 @pytest.mark.parametrize("stage", ["stats", "apply"])

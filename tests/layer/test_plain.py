@@ -13,14 +13,14 @@ from unittest import mock
 
 import pytest
 import torch
-from support import hidden, plain_device
+from support import hidden, ops, plain_device
 from support.cases import DTYPES, EMPTY_SHAPES, OPS, arguments, layouts, make_input, operator
 from support.paths import ROOT
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from syncbn import SyncBatchNorm, check_synchronized, ops, recompute_statistics, sync_batch_norm
+from syncbn import SyncBatchNorm, check_synchronized, recompute_statistics, sync_batch_norm
 from syncbn.ops import fallback
 from syncbn.ops.epilogue import NUMBERS
 

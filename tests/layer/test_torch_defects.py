@@ -11,6 +11,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from support import ops
 from support.cases import make_input
 from support.groups import messages_sent
 from torch import nn
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, revert_sync_batchnorm
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 
 class Operators(TorchDispatchMode):

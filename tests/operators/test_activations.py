@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from support import ops
 from support.cases import make_input, per_channel
 
-from syncbn import ops
 from syncbn.ops import epilogue, fallback, formulas
 
 pytestmark = pytest.mark.any_torch

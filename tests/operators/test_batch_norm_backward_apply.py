@@ -1,5 +1,6 @@
 import pytest
 import torch
+from support import ops
 from support.cases import (
     DTYPES,
     EMPTY_SHAPES,
@@ -10,8 +11,6 @@ from support.cases import (
     per_channel,
     reference_moments,
 )
-
-from syncbn import ops
 
 pytestmark = [pytest.mark.any_torch, pytest.mark.usefixtures("each_device")]
 

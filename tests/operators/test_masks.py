@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from support import ops
 from support.cases import (
     MASKED_OPS,
     all_cases,
@@ -20,7 +21,6 @@ from support.cases import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from syncbn import ops
 from syncbn.ops import batch_norm
 from syncbn.ops.epilogue import NUMBERS
 

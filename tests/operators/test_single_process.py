@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from support import ops
 from support.cases import DTYPES, make_input, make_vector
 
-from syncbn import ops
 from syncbn.ops.epilogue import NUMBERS
 
 pytestmark = pytest.mark.any_torch

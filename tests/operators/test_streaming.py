@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import ops
 from support.cases import DTYPES, make_input, make_mask, to_layout
 from support.operator_times import shortest_time
-
-from syncbn import ops
 
 pytestmark = pytest.mark.any_torch
 

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
+from support import ops
 from support.cases import arguments, make_input, operator
-
-from syncbn import ops
 
 pytestmark = pytest.mark.any_torch
 

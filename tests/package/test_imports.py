@@ -32,7 +32,6 @@ def test_rooms_import_one_way():
 # Underscored names of others than torch: namedtuple's, and our own.
 OWN_NAMES = {
     "_C",
-    "_autograd",
     "_check_input_dim",  # of torch's layers, _compat.INPUT_CHECK
     "_compat",
     "_cuda",
@@ -43,11 +42,13 @@ OWN_NAMES = {
     "_slotnames",  # of copyreg, by which pickle finds the slots of a class
     "_syncbn",
     "_syncbn_activate",
+    "_syncbn_converter",
     "_syncbn_code",
     "_syncbn_failed",
     "_syncbn_forward",
     "_syncbn_original",
     "_syncbn_takes_activation",
+    "_syncbn_torchs_check",
     "_syncbn_undo",
     "_tail",
 }
@@ -95,6 +96,8 @@ def test_few_files_import_torch_distributed():
         "_compat.py",
         "distributed/collectives.py",
         "distributed/groups.py",
+        "distributed/state.py",
+        "training.py",
     }
 
 

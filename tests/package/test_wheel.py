@@ -59,7 +59,7 @@ def test_a_wheel_of_what_is_installed_passes(tmp_path):
     ("changes", "words"),
     [
         ({"syncbn/py.typed": None}, "expected syncbn/py.typed in"),
-        ({"syncbn/convert.py": None}, "expected syncbn/convert.py in"),
+        ({"syncbn/modules.py": None}, "expected syncbn/modules.py in"),
         ({"tests/conftest.py": b"pass\n"}, "W005"),
         ({f"{INFO}/METADATA": METADATA[:-10]}, "long_description"),
         (

@@ -8,15 +8,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from support import ops
 from support.groups import messages_sent
 from support.ranks import Ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, ops, sync_batch_norm
-from syncbn.distributed import protocol, sync
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, training
+from syncbn.distributed import state as states
 from syncbn.distributed.layer_id import Identity, digest
-from syncbn.distributed.protocol import group_state
+from syncbn.distributed.state import group_state
 
 
 def step(*layers):
@@ -222,10 +223,10 @@ def read_the_tags_of_a_recomputation(rank, world_size):
     message = torch.zeros(10).double()
     for fingerprint in (2 * first.fingerprint, 2 * again.fingerprint):
         message[-3] = fingerprint
-        sync.Pass(group, layer, "recomputation").verify(message)
+        training.verify(message, again)
     message[-3] = other.fingerprint + again.fingerprint
     with pytest.raises(RuntimeError, match="this rank runs the recomputation of layer 'body.bn1'"):
-        sync.Pass(group, layer, "recomputation").verify(message)
+        training.verify(message, again)
     return True
 
 
@@ -259,9 +260,9 @@ def run_out_after_the_sum_and_go_on(rank, world_size):
     step(*layers)
     step(*layers)
     if rank == 1:
-        no_memory = torch.OutOfMemoryError("CUDA out of memory.")
+        no_memory = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory."))
         with (
-            mock.patch.object(ops, "batch_norm_apply", side_effect=no_memory),
+            ops.replaced(batch_norm_apply=no_memory),
             pytest.raises(torch.OutOfMemoryError),
         ):
             step(*layers)
@@ -293,7 +294,7 @@ def test_no_rank_takes_the_sum_of_two_other_passes_for_its_own(three_ranks):
 
 
 def test_fingerprints_do_not_add_up_to_others():
-    numbers = [digest(layer, way) for layer in range(100) for way in protocol._DIRECTIONS]
+    numbers = [digest(layer, way) for layer in range(100) for way in states._DIRECTIONS]
     known = set(numbers)
     assert len(known) == 500
     sums = (a + b for a, b in itertools.combinations(numbers, 2))

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from support.ranks import Ranks
 
 from syncbn import SyncBatchNorm
-from syncbn.distributed import abort, earlier_failures
-from syncbn.distributed.protocol import group_state
+from syncbn.distributed import alignment, failures
+from syncbn.distributed.state import group_state
 
 CPU = torch.device("cpu")
 
@@ -24,12 +24,12 @@ def hear_late(rank, world_size, status, name, direction):
     layer, group = SyncBatchNorm(3), dist.group.WORLD
     layer._syncbn = layer._syncbn.with_name(name)
     state = group_state(group)
-    fingerprint = state.record(layer._syncbn.identity, direction).fingerprint
-    state.status(CPU).note.fill_(status * world_size * fingerprint)
+    record = state.record(layer._syncbn.identity, direction)
+    state.statuses.of(CPU).note.fill_(status * world_size * record.fingerprint)
     with pytest.raises(RuntimeError) as error:
-        earlier_failures.check(state)
-    earlier_failures.check(state)  # says it once
-    del state.statuses[CPU]
+        failures.check_before(record)
+    failures.check_before(record)  # says it once
+    del state.statuses.by_device[CPU]
     return str(error.value)
 
 
@@ -57,7 +57,7 @@ def stop_at_different_passes(rank, world_size, others):
         dist.all_reduce(torch.ones(1), async_op=True)
     if rank == 2:
         time.sleep(2)
-    settled = abort.align(state, CPU, "words" if rank == 0 else "", timedelta(seconds=20))
+    settled = alignment.align(state, CPU, "words" if rank == 0 else "", timedelta(seconds=20))
     if others:
         with pytest.raises(RuntimeError, match="since then the ranks .* numbers of passes: ranks"):
             layer(torch.rand(2, 3))
@@ -88,10 +88,10 @@ def stop_late(rank, world_size):
     dist.barrier()
     if rank == 1:
         time.sleep(3)
-        abort.align(group_state(group), CPU)
+        alignment.align(group_state(group), CPU)
         step(layer)
         return ""
-    settled = abort.align(group_state(group), CPU, timeout=timedelta(seconds=1))
+    settled = alignment.align(group_state(group), CPU, timeout=timedelta(seconds=1))
     step(layer)  # waits for rank 1
     return settled.hindrance
 

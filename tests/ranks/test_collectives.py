@@ -226,7 +226,7 @@ def interrupt_before_the_sum(rank, world_size):
         mock.patch.object(tensors, "as_dense", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
-        SyncBatchNorm(3)(torch.rand(4, 3))
+        SyncBatchNorm(3)(torch.rand(3, 4).t())
     store.set("interrupted", "")
 
 

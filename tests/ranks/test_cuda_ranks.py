@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
-from syncbn.distributed.protocol import group_state
+from syncbn.distributed.state import group_state
 
 pytestmark = pytest.mark.cuda
 
@@ -181,7 +181,7 @@ def fail_and_go_on(rank, world_size, what, num_ahead):
         layers[first](inputs[first])
         for layer, x in zip(layers[1:][: 0 if rank == 1 else num_ahead], inputs[1:], strict=False):
             layer(x)
-        while state.read_statuses() == 0:  # the device goes on meanwhile, and is not waited for
+        while state.statuses.read() == 0:  # the device goes on meanwhile, and is not waited for
             time.sleep(0.01)
         layers[3](inputs[3])
     one = torch.ones(1).item()  # of no concern to the group

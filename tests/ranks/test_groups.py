@@ -26,7 +26,7 @@ from syncbn import (
     recompute_statistics,
     sync_batch_norm,
 )
-from syncbn.distributed.protocol import group_state
+from syncbn.distributed.state import group_state
 
 WORLD = 4
 

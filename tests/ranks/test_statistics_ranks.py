@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, freeze_statistics, recompute_statistics
-from syncbn.distributed.protocol import group_state
+from syncbn.distributed.state import group_state
 
 # Sums over some 200 values of order ten, in float64.
 FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}
@@ -181,7 +181,7 @@ def fail(rank, world_size, case, failing, after, several):
         recompute_statistics(model, batches)
     if after == "long":  # as after a training that has compared a thousand times what follows
         state = group_state(dist.group.WORLD)
-        state.num_comparisons, state._sizes_compared = 1000, set(range(100))
+        state.num_comparisons, state.sizes_compared = 1000, set(range(100))
     before, modes = statistics(model), [module.training for module in model.modules()]
     calls = []
 

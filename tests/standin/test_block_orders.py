@@ -10,7 +10,7 @@ from support.paths import ROOT
 PRINT_SUMS = """
 import hashlib, torch
 from support.cases import CUDA_SHAPES, DTYPES, layouts, make_input
-from syncbn import ops
+from support import ops
 
 def bits(tensor):
     return hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()[:16]

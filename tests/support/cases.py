@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from syncbn import ops
+from support import ops
 
 # Operators, and those that differ with a residual and an activation.
 OPS = ["batch_norm_stats", "batch_norm_apply", "batch_norm_backward_reduce"]

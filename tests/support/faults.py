@@ -4,6 +4,7 @@ Each fault is a row of docs/failures.md and is tested by tests/ranks/test_faults
 differs, in the third step of the program in ``trial.py``.
 """
 
+import contextlib
 import os
 import signal
 import threading
@@ -12,7 +13,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from support import program_faults
+from support import ops, program_faults
 from support.fault_case import (
     CHECKPOINTED,
     COMPILED,
@@ -33,7 +34,6 @@ from support.fault_case import (
     user_error,
 )
 from support.trial import hold
-from syncbn.ops import batch_norm
 
 # Errors on one rank.
 
@@ -68,14 +68,13 @@ def catch_and_go_on(training, where):
 
 def run_out(stage):
     """Let the next call of an operator find no memory."""
-    operators, name = batch_norm._OPERATORS, f"batch_norm_{stage}"
-    original = operators[name]
 
     def refuse(*args):
-        operators[name] = original
+        replaced.close()
         raise RuntimeError("CUDA out of memory. syncbn tried to allocate 8 bytes on device 0")
 
-    operators[name] = refuse
+    replaced = contextlib.ExitStack()
+    replaced.enter_context(ops.replaced(**{f"batch_norm_{stage}": refuse}))
 
 
 def run_out_before(training, where):

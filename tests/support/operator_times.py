@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from syncbn import ops
+from support import ops
 
 SILU = 3
 NUM_ACTIVATIONS = 4

@@ -14,11 +14,18 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from syncbn import _compat
 from syncbn._compat import BatchNormBase
-from syncbn.derived import SYNCHRONIZED, cannot_take_its_place, has_own_methods, sync_class
+from syncbn.batch_norm import BatchNorm
+from syncbn.conversion.classes import restored_on_error, set_class
+from syncbn.conversion.derived import (
+    EPILOGUE,
+    SYNCHRONIZED,
+    cannot_take_its_place,
+    has_own_methods,
+    sync_class,
+)
 from syncbn.distributed import collectives, groups
 from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
-from syncbn.layer_state import EPILOGUE, LayerState, restored_on_error, set_class
-from syncbn.modules import BatchNorm, ModuleT, SyncBatchNorm
+from syncbn.modules import LayerState, ModuleT, SyncBatchNorm
 
 Layers = list[tuple[str, nn.Module]]  # with their names in the model
 
@@ -328,3 +335,6 @@ def _cannot_synchronize(layer: nn.Module, name: str) -> bool:
         return any(name in _SCRIPTED for name in scripted)
     is_other = isinstance(layer, BatchNormBase) and not isinstance(layer, SyncBatchNorm)
     return is_other and sync_class(layer, name) is None
+
+
+SyncBatchNorm._syncbn_converter = staticmethod(convert_sync_batchnorm)

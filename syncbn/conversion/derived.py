@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -17,20 +16,23 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from syncbn import _compat
 from syncbn._compat import BatchNormBase
+from syncbn.batch_norm import BatchNorm
+from syncbn.conversion.classes import reduce_as, set_class
+from syncbn.conversion.timm import SyncBatchNormAct, is_timms, timms_class
 from syncbn.distributed import collectives
-from syncbn.layer_state import EPILOGUE, LayerState, reduce_as, set_class
+from syncbn.input_check import CALLED_BY_TORCH
 from syncbn.modules import (
-    CALLED_BY_TORCH,
-    BatchNorm,
+    LayerState,
     SyncBatchNorm,
     SyncBatchNorm1d,
     SyncBatchNorm2d,
     SyncBatchNorm3d,
-    SyncBatchNormAct,
     entry,
-    torchs_check,
 )
 from syncbn.pickles import RECONSTRUCTIONS, _reconstruct
+
+# Attributes of a layer that takes an activation, with their defaults.
+EPILOGUE: dict[str, Any] = {"activation": None, "negative_slope": 0.01}
 
 # The synchronized class of each of torch's.
 SYNCHRONIZED: dict[type[nn.Module], type[SyncBatchNorm]] = {
@@ -67,13 +69,13 @@ class _TorchsMethods:
     """What a user's class reaches by super() as before conversion: torch's methods, not ours."""
 
     __init__ = BatchNormBase.__init__  # its arguments are others
-    _check_input_dim = torchs_check
+    _check_input_dim = SyncBatchNorm._syncbn_torchs_check
 
 
 @functools.cache
 def _derive(original: type[nn.Module], takes_activation: bool) -> type[SyncBatchNorm]:
     """Return the class that does as ``original``, with the statistics of the whole batch."""
-    if _is_timms(original):
+    if is_timms(original):
         bases: tuple[type, ...] = (SyncBatchNormAct, original)
     else:
         torchs = next(base for base in original.__mro__ if base in SYNCHRONIZED)
@@ -247,7 +249,7 @@ def _sync_class(layer: nn.Module) -> type[SyncBatchNorm] | None:
     if "forward" in vars(layer):  # replaced on the instance
         return None
     cls: Any = type(layer)
-    timms: Any = _timms_class(layer)
+    timms: Any = timms_class(layer)
     if isinstance(layer, TorchSyncBatchNorm) and timms is None:
         return None if has_own_methods(layer) else SyncBatchNorm
     inside = (module for module in layer.modules() if module is not layer)
@@ -265,16 +267,3 @@ def _sync_class(layer: nn.Module) -> type[SyncBatchNorm] | None:
     owner = next(base for base in cls.__mro__ if "forward" in vars(base))
     takes_activation = timms is not None or (_is_librarys(owner) and not has_own_activation)
     return _derive(timms or cls, takes_activation)
-
-
-def _is_timms(cls: type[nn.Module]) -> bool:
-    return cls.__module__.startswith("timm.") and cls.__name__ == "BatchNormAct2d"
-
-
-def _timms_class(layer: nn.Module) -> type[nn.Module] | None:
-    """Return timm's ``BatchNormAct2d`` if the layer is one or was one before timm's converter."""
-    cls: type[nn.Module] = type(layer)
-    if cls.__module__.startswith("timm.") and cls.__name__ == "SyncBatchNormAct":
-        cls = getattr(sys.modules[cls.__module__], "BatchNormAct2d", cls)
-    is_whole = {"drop", "act"} <= _compat.children(layer).keys()
-    return cls if is_whole and _is_timms(cls) else None
