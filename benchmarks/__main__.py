@@ -81,6 +81,13 @@ def masks(args: argparse.Namespace) -> None:
         print(line)
 
 
+def steps(args: argparse.Namespace) -> None:
+    """Print the times of whole training steps."""
+    from benchmarks.steps import run
+
+    run(args)
+
+
 def table(args: argparse.Namespace) -> None:
     """Rewrite the tables of two documents in place."""
     from benchmarks.report import page, text
@@ -109,7 +116,8 @@ def plot(args: argparse.Namespace) -> None:
 def main() -> None:
     """Parse the command line and run its command."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks")
-    commands = parser.add_subparsers(required=True, metavar="run | table | compare | plot | masks")
+    names = "run | steps | table | compare | plot | masks"
+    commands = parser.add_subparsers(required=True, metavar=names)
 
     def add(call: Callable[[argparse.Namespace], None], about: str) -> argparse.ArgumentParser:
         command = commands.add_parser(call.__name__, help=about, description=about)
@@ -129,6 +137,12 @@ def main() -> None:
     command.add_argument(
         "--output", type=Path, help="a folder; default for a subset: build/benchmarks"
     )
+
+    command = add(steps, "print time, memory and collectives of whole training steps of ResNets")
+    command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    command.add_argument("--rounds", type=int, default=15)
+    command.add_argument("--tiny", action="store_true", help="shows that it runs")
+    command.add_argument("--output", type=Path, help="a folder for a CSV")
 
     command = add(
         table, "write the tables of README.md and benchmarks/README.md from results/*.csv"
