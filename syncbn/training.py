@@ -1,9 +1,9 @@
 """A training pass: statistics, all-reduce, apply. Its backward pass: reduce, all-reduce, apply.
 
-``totals`` and ``sums`` are sums over all ranks. A :class:`PassRecord` says which pass this is, and
-in which group; in one process nothing is sent. A rank that fails before a collective aborts it on
-all ranks; code after a collective must not. Graphs of torch.compile are in
-:mod:`syncbn.graph.inductor`.
+A :class:`PassRecord` is one direction of one layer in its group; in one process nothing is sent.
+``message`` is what a rank sends, ``totals`` its sum over all ranks. An exception before a
+collective aborts the pass on all ranks, an exception after it is this rank's own. Graphs of
+torch.compile are in :mod:`syncbn.graph.inductor`.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ from syncbn.ops.epilogue import FROM_OUTPUT, NUMBERS, EpilogueGradient
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-# Compilers trace on behind a break of their graph: they must not trace this.
+# Compilers continue after a break of their graph, and must not trace this.
 @_compat.uncompiled
 def train(
     input: Tensor,
@@ -60,10 +60,10 @@ def train(
     ):
         failures.check_before(record)
     try:
-        numbers = arguments[5:11]
+        # Checked only if something differs from the layer's last pass.
         if (
             type(input) is not Tensor
-            or numbers != record.checked
+            or arguments[5:11] != record.checked
             or arguments.mask is not None
             or input.dim() != record.num_dims
             or input.size(1) != arguments.num_features
@@ -72,7 +72,7 @@ def train(
         ):
             arguments = checks.checked(input, arguments)
             record.checked, record.num_dims = arguments[5:11], input.dim()
-        # Not in the Function: autograd, which sees the dense input, can differentiate again.
+        # Not in the Function, so that autograd differentiates it for higher derivatives, too.
         if not input.is_contiguous():
             input = tensors.as_dense(input)
         residual = arguments.residual
@@ -119,8 +119,8 @@ class SyncBatchNormFunction(torch.autograd.Function):
         if residual is not arguments.residual:
             arguments = arguments._replace(residual=residual)
         output, mean, invstd, count = normalize(input, totals, arguments, record, constants)
-        # The running statistics are never saved, and the bias only for SiLU's higher derivatives:
-        # they may change before backward (a network that runs twice, an optimizer step).
+        # Not saved, because they may change before backward (a network that runs twice, an
+        # optimizer step): running statistics, and the bias but for higher derivatives of SiLU.
         source: tuple[Tensor | None, ...] = ()
         if activation is not None:
             source = _source_of_derivative(
@@ -130,7 +130,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
         ctx.save_for_backward(input, weight, mean, invstd, count, mask, *source)
         ctx.eps, ctx.bias_dtype = arguments.eps, None if bias is None else bias.dtype
         ctx.has_residual, ctx.record, state = residual is not None, record, record.state
-        # A graph holds its group unless torch.distributed does, which may destroy it.
+        # This graph holds its group, unless torch.distributed holds it and may destroy it.
         ctx.group = None if state is None or state.is_registered else state.group
         return output
 
@@ -152,7 +152,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
             raise errors.with_layer_and_rank(state.destroyed(), layer, None)
         else:
             record = state.record(layer, "backward")
-        with _compat.without_torch_function():  # of subclasses, as in forward
+        with _compat.without_torch_function():  # saved tensors may be of subclasses
             return *backward(ctx, grad_output, record), None, None, None
 
 
@@ -211,7 +211,7 @@ def normalize(
     written: Any = arguments[2:5]
     if counter is None or arguments.running_mean is None:
         written = [tensor for tensor in written if tensor is not None]
-    if written:  # autograd tells the backward pass of an evaluation that they have changed
+    if written:  # autograd refuses the backward pass of an evaluation before, which needs them
         increment_version(written)
     return results
 
@@ -225,8 +225,8 @@ def _source_of_derivative(
     """Return the tensors of :class:`EpilogueGradient`, in its order."""
     input, weight, bias, residual, output = operands
     if constants is None:
-        # Selective checkpointing may keep the operator's results and not run it again. Then it
-        # would not write the constants.
+        # Under a dispatch mode: selective checkpointing may keep the operator's results and not
+        # run it again. Then it would not write the constants.
         mean, invstd = statistics
         center = mean.to(tensors.compute_dtype(input))
         scale, shift = formulas.normalize_constants(mean, center, invstd, weight, bias)
@@ -282,32 +282,33 @@ def backward(ctx: Any, grad_output: Tensor, record: PassRecord) -> Gradients:
                 dz, input, mean, invstd, weight, count, *dtypes, *activation
             )
         elif derivative is None or not stores_dz:
-            sums, grad_weight, grad_bias = operators.batch_norm_backward_reduce(
+            message, grad_weight, grad_bias = operators.batch_norm_backward_reduce(
                 dz, input, mean, invstd, *dtypes, record.tail, *activation
             )
         else:
             of_dz = (*activation, derivative.residual, derivative.output)
-            sums, grad_weight, grad_bias, dz = operators.batch_norm_backward_reduce_dz(
+            message, grad_weight, grad_bias, dz = operators.batch_norm_backward_reduce_dz(
                 dz, input, mean, invstd, *dtypes, record.tail, *of_dz
             )
             activation = ()
     except Exception as error:
         raise failures.abort(error, record, input) from None
     if not is_joined:
-        sums = all_reduce(sums, record)
+        totals = all_reduce(message, record)
         if needs_grad_input:
-            expectation = (None, None) if state is None else state.expectation(record, sums)
+            expectation = (None, None) if state is None else state.expectation(record, totals)
             try:
                 grad_input = operators.batch_norm_backward_apply(
-                    dz, input, mean, invstd, weight, sums, count, *expectation, *activation
+                    dz, input, mean, invstd, weight, totals, count, *expectation, *activation
                 )
             except RuntimeError as error:
                 raise failures.in_operator(error, record, input) from None
         else:
-            verify(sums, record)
+            verify(totals, record)
     grad_residual: Tensor | None = None
     if ctx.has_residual:
-        is_masked = derivative is None and mask is not None  # otherwise dz is 0 at these positions
+        # After an activation, dz was stored and is 0 at masked positions.
+        is_masked = derivative is None and mask is not None
         grad_residual = masks.clear(dz, mask) if is_masked else dz
     return (
         grad_input,
@@ -321,12 +322,13 @@ def backward(ctx: Any, grad_output: Tensor, record: PassRecord) -> Gradients:
 
 
 def all_reduce(message: Tensor, record: PassRecord) -> Tensor:
-    """Sum a message over the ranks, after they have agreed on its size; in one process, return it.
+    """Sum a message over the ranks; in one process, return it.
 
-    The sums may be inconsistent; the operators that take them verify them.
+    If its size has not followed the last pass before, the ranks first agree on it. The sums may be
+    inconsistent; the operators that take them verify them.
 
     Raises:
-        NotImplementedError: In a batch of gradients.
+        NotImplementedError: In a batch of gradients (``is_grads_batched``).
         RuntimeError, ValueError: Another rank sends another size, or has aborted the pass; the
             collective failed.
     """
@@ -352,11 +354,12 @@ def all_reduce(message: Tensor, record: PassRecord) -> Tensor:
             totals = collectives.all_reduce_sum(message, group, label)
         else:
             totals, work = message, group.allreduce([message], SUM)
-            if work is not None:  # as of a group in Python
+            if work is not None:  # a group written in Python may return None
                 work.wait()
     except (RuntimeError, ValueError) as error:
         raise failures.in_collective(error, record, message)  # noqa: B904  # it has a cause
-    # Their tail holds the next sizes. Memory of a CUDA graph must not be kept.
+    # Kept for the sizes in their tail, which tell the next message's; memory of a CUDA graph must
+    # not be kept.
     if type(totals) is Tensor and not (totals.is_cuda and _compat.is_in_cuda_graph(totals)):
         state.totals = totals
     return totals
@@ -376,7 +379,7 @@ def verify(totals: Tensor, record: PassRecord) -> Tensor:
     if state is None:
         return totals
     if record.direction == "recomputation":
-        # It may get the sums of the forward pass, which a mode or a compiler has kept.
+        # It may get the sums of the forward pass, which a dispatch mode or a compiler has kept.
         first = state.sum_of(state.record(record.layer, "forward").fingerprint)
     if type(totals) is Tensor and totals.is_cuda:
         _, status = state.expectation(record, totals)
@@ -397,7 +400,7 @@ def verify_on_host(totals: Tensor, record: PassRecord) -> Tensor:
         return verify(totals, record)
     except RuntimeError:
         if state is not None and is_asynchronous:
-            alignment.align(state, device)  # with those that know it, or are to
+            alignment.align(state, device)  # the other ranks hear of it in a later pass
         raise
 
 
@@ -420,7 +423,7 @@ def named_record(group_name: str | None, layer: Identity, direction: str) -> Pas
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over the group's ranks, differentiable to any order: its gradient is itself."""
+    """The sum over the group's ranks. Its gradient is the same sum, so that any order exists."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, state: GroupState, layer: Identity, size: int) -> Tensor:
@@ -454,9 +457,10 @@ def _differentiable_backward(
     saved: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
     derivative: EpilogueGradient | None,
 ) -> Gradients:
-    """Do as :func:`backward`, in expressions that autograd records: three all-reduces or five.
+    """Do as :func:`backward`, in expressions that autograd records.
 
-    An exception between them aborts the next one.
+    :mod:`syncbn.ops.reference` makes three sums over the ranks, or five where it recomputes the
+    activation's input. An exception before one of them aborts it.
     """
     input, weight, mean, mask = saved
     recomputes = derivative is not None and derivative.activation not in FROM_OUTPUT
@@ -481,7 +485,7 @@ def _differentiable_backward(
                 if derivative.residual is not None:
                     z = z + masks.clear_given(derivative.residual, mask).to(z.dtype)
             elif derivative.constants is not None:
-                # Without a gradient: the derivatives are constant wherever they exist.
+                # Without a gradient: the activation's derivative is constant where it exists.
                 z = reference.normalize_again(input.detach(), mean, derivative.constants)
             else:
                 assert derivative.output is not None

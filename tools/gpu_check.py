@@ -132,13 +132,15 @@ def stages(output: Path) -> list[list[Part]]:
     tests = []
     for name, paths in TESTS.items():
         workers = ["-p", "xdist", "-n", str(WORKERS[name])] if find_spec("xdist") else []
-        tests.append(Part(name, [*pytest, *workers, *paths], 310, test_env))
-    environment = f"'{python}' -m syncbn info && nvidia-smi"
+        tests.append(Part(name, [*pytest, *workers, *paths], 290, test_env))
+    # Where a layer's host spends its time; also a property of the machine.
+    host = f"'{python}' -m benchmarks.cuda_host"
+    environment = f"'{python}' -m syncbn info && nvidia-smi && {host}"
     # "python -m benchmarks run" would need matplotlib.
     benchmark = [python, "-m", "benchmarks.cuda", str(output / "benchmark.csv"), "quick"]
     return [
-        [Part("build", [python, "setup.py", "build_ext", "--inplace"], 120, build_env)],
-        [Part("environment", ["sh", "-c", environment], 20, env)],
+        [Part("build", [python, "setup.py", "build_ext", "--inplace"], 100, build_env)],
+        [Part("environment", ["sh", "-c", environment], 60, env)],
         tests,
         [Part("benchmark", benchmark, 90, env)],
     ]

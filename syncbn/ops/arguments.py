@@ -20,6 +20,8 @@ class Arguments(NamedTuple):
     or, after the checks, as :func:`syncbn.ops.masks.as_positions` returns it.
     """
 
+    # The order is of use: [2:5] is written, the first operator of a pass checks [:6], [:7] are
+    # operands of the normalization, and [5:11] are no tensors.
     weight: Tensor | None
     bias: Tensor | None
     running_mean: Tensor | None
@@ -45,7 +47,7 @@ class Arguments(NamedTuple):
 
     def plain(self) -> "Arguments":
         """Return them with floats for real numbers that torch does not take, such as Fractions."""
-        momentum, eps, _, _, slope = self[5:10]
+        momentum, eps, _, _, slope, _ = self[5:11]
         if type(momentum) is float and type(eps) is float and type(slope) is float:
             return self
         momentum, eps, slope = map(_plain_number, (momentum, eps, slope))
