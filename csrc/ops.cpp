@@ -11,9 +11,9 @@
 //                they are NaN, and outputs, dz and gradients are 0 there. None masks nothing.
 //   message, totals, sums, mean, invstd, count, constants
 //                contiguous float64.
-//   tail         contiguous float64 [3], on the CPU: see syncbn/distributed/protocol.py. A message
-//                with a tail has 2C+4 values in both directions: 2C sums, the count (0 in backward
-//                passes) and the tail.
+//   tail         contiguous float64 [3], on the CPU: see syncbn/distributed/negotiation.py. A
+//                message with a tail has 2C+4 values in both directions: 2C sums, the count (0 in
+//                backward passes) and the tail.
 //   tail_sum     the expected sum of the first values of all ranks' tails. If it is given, sums are
 //                verified: a count of NaN means that a rank aborted the pass, another sum of tails
 //                that ranks run different passes. On CPUs both are errors, and so is a count of 1,

@@ -264,12 +264,13 @@ def check_input(
     if torch.compiler.is_compiling():
         check(input)
         return
-    record = _record_of(process_group, layer) if training else None
+    record = PassRecord(None, identity_of(layer), "forward")
+    if training:
+        record = _record_of(process_group, layer)
+        failures.check_before(record)
     try:
         check(input)
     except Exception as error:
-        if record is None:
-            record = PassRecord(None, identity_of(layer), "forward")
         raise failures.abort(error, record, input, arguments) from None
 
 

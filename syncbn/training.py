@@ -60,16 +60,7 @@ def train(
     ):
         failures.check_before(record)
     try:
-        # Checked only if something differs from the layer's last pass.
-        if (
-            type(input) is not Tensor
-            or arguments[5:11] != record.checked
-            or arguments.mask is not None
-            or input.dim() != record.num_dims
-            or input.size(1) != arguments.num_features
-            or are_transforms_active()
-            or jit_tracing_state() is not None
-        ):
+        if not are_as_before(input, arguments, record):
             arguments = checks.checked(input, arguments)
             record.checked, record.num_dims = arguments[5:11], input.dim()
         # Not in the Function, so that autograd differentiates it for higher derivatives, too.
@@ -92,6 +83,22 @@ def train(
     weight, bias = arguments[:2]
     output: Tensor = _apply(input, weight, bias, residual, totals, arguments, record)
     return output
+
+
+def are_as_before(input: Tensor, arguments: Arguments, record: PassRecord) -> bool:
+    """Whether :func:`syncbn.ops.checks.checked` would find what it found in the last pass."""
+    return (
+        type(input) is Tensor
+        and (input.is_cpu or input.is_cuda)
+        and type(arguments.momentum) is type(arguments.eps) is type(arguments.negative_slope)
+        and type(arguments.eps) is float
+        and arguments[5:11] == record.checked
+        and arguments.mask is None
+        and input.dim() == record.num_dims
+        and input.size(1) == arguments.num_features
+        and not are_transforms_active()
+        and jit_tracing_state() is None
+    )
 
 
 class SyncBatchNormFunction(torch.autograd.Function):
@@ -412,11 +419,16 @@ def named_record(group_name: str | None, layer: Identity, direction: str) -> Pas
     """
     if group_name is None:
         return PassRecord(None, layer, direction)
-    try:
-        group = collectives.group_named(group_name)
-    except RuntimeError as error:
-        raise errors.with_layer_and_rank(error, layer, None) from error.__cause__
-    return group_state(group).record(layer, direction)
+    state = None if layer.record is None else layer.record.state
+    if state is None or state.name != group_name or state.is_destroyed():
+        try:
+            state = group_state(collectives.group_named(group_name))
+        except RuntimeError as error:
+            raise errors.with_layer_and_rank(error, layer, None) from error.__cause__
+    record = state.record(layer, direction)
+    if layer.key:
+        layer.record = record
+    return record
 
 
 # Higher derivatives.

@@ -7,7 +7,7 @@ negotiation.py.
 import functools
 import os
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 from weakref import ref
 
 import torch
@@ -66,6 +66,11 @@ def is_group(process_group: object) -> bool:
     return True
 
 
+def is_process_group(group: object) -> TypeGuard[ProcessGroup]:
+    """Whether the object is a process group, and no number of a rank outside of one."""
+    return AVAILABLE and isinstance(group, ProcessGroup)
+
+
 def checked_group(process_group: object) -> ProcessGroup | None:
     """Return the group itself, the group of a mesh, or None for None.
 
@@ -75,7 +80,7 @@ def checked_group(process_group: object) -> ProcessGroup | None:
     """
     group: Any = group_of_mesh(process_group)
     is_non_member = isinstance(group, int) and group == _NON_MEMBER
-    if group is None or is_non_member or (AVAILABLE and isinstance(group, ProcessGroup)):
+    if group is None or is_non_member or is_process_group(group):
         return group  # type: ignore[no-any-return]
     raise TypeError(
         "expected process_group to be a torch.distributed.ProcessGroup, a DeviceMesh or None, but "
@@ -92,7 +97,7 @@ class GroupReference:
 
     def __init__(self, group: ProcessGroup) -> None:
         self._strong: ProcessGroup | None = group  # None for a group of torch.distributed
-        if AVAILABLE and isinstance(group, ProcessGroup) and _compat.is_registered(group):
+        if is_process_group(group) and _compat.is_registered(group):
             self._strong, self._weak = None, ref(group)
             self._rank, self._name = group.rank(), name_of(group)  # for the error
 
@@ -263,7 +268,7 @@ def cuda_backend(group: ProcessGroup) -> str:
 
 # Of torch.distributed.all_reduce, which spends most of its time on other cases. A program that has
 # replaced that function, to count or to delay collectives, gets its own one called.
-TORCHS_ALL_REDUCE = dist.all_reduce if AVAILABLE else None
+TORCHS_ALL_REDUCE = dist.distributed_c10d.all_reduce if AVAILABLE else None
 SUM = dist.AllreduceOptions() if AVAILABLE else None
 if SUM is not None:
     SUM.asyncOp = False

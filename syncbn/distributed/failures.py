@@ -341,7 +341,7 @@ def wait_for(state: GroupState, record: PassRecord, device: torch.device) -> Non
     seconds, stream = state.timeout, torch.cuda.current_stream(device)
     if not has_come(stream, seconds, is_known) and failed is None:
         late = TimeoutError(f"the sums of an earlier pass did not come in {seconds:.0f} s")
-        raise errors.of_collective(late, record)
+        raise errors.of_collective(late, record) from None
     if failed is not None:
         raise _of_earlier_pass(failed)
     _check_earlier_passes(state)

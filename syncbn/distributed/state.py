@@ -66,7 +66,7 @@ class PassRecord:
     def is_in(self, group: ProcessGroup | None) -> bool:
         """Whether passes of this group have this record; of no group or one rank, without state."""
         if self.state is None:
-            return group is None or (collectives.is_member(group) and group.size() == 1)
+            return group is None or (collectives.is_process_group(group) and group.size() == 1)
         return group is not None and self.state.get_group() is group and group.size() > 1
 
     def forget_sizes(self) -> None:
@@ -117,7 +117,7 @@ class GroupState:
 
     def __init__(self, group: ProcessGroup) -> None:
         backend = collectives.cuda_backend(group)
-        self._rank, self._name = group.rank(), collectives.name_of(group)  # for an error
+        self._rank, self.name = group.rank(), collectives.name_of(group)
         # Whether torch.distributed has made the group, which it may destroy.
         self.is_registered = _compat.is_registered(group)
         # A rank over NCCL may be passes ahead of another.
@@ -175,11 +175,12 @@ class GroupState:
 
     def is_destroyed(self) -> bool:
         """Whether torch.distributed has made the group and destroyed it since."""
-        return self.is_registered and not _compat.is_registered(self.group)
+        group = self.get_group()
+        return group is None or (self.is_registered and not _compat.is_registered(group))
 
     def destroyed(self) -> ValueError:
         """Return the error for the use of the group after it was destroyed."""
-        return collectives.destroyed(self._rank, self._name)
+        return collectives.destroyed(self._rank, self.name)
 
     # The records of passes.
 

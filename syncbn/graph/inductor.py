@@ -269,11 +269,14 @@ _library.define(
 def _(input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     record, arguments = _begin(input, *values)
     try:
-        checks.check_training(input, arguments)
+        if not training.are_as_before(input, arguments, record):
+            checks.check_training(input, arguments)
+            record.checked, record.num_dims = arguments[5:11], input.dim()
         if record.state is None:
             formulas.check_input_size(input)
-        message = ops.around(arguments.mask).batch_norm_stats(
-            tensors.as_dense(input), record.tail, *arguments.for_checks()
+        operators = ops.usual if arguments.mask is None else ops.around(arguments.mask)
+        message = operators.batch_norm_stats(
+            tensors.as_dense(input), record.tail, *arguments[:6], arguments.residual
         )
     except Exception as error:
         raise failures.abort(error, record, input, arguments) from None
@@ -377,7 +380,8 @@ def _(
         input = tensors.as_dense(input)
         grad_output = tensors.as_dense(grad_output, like=input)
         dtypes = (weight_dtype, bias_dtype)
-        sums, grad_weight, grad_bias = ops.around(mask).batch_norm_backward_reduce(
+        operators = ops.usual if mask is None else ops.around(mask)
+        sums, grad_weight, grad_bias = operators.batch_norm_backward_reduce(
             grad_output, input, mean, invstd, *dtypes, record.tail
         )
     except Exception as error:

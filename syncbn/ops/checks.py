@@ -78,7 +78,8 @@ def check_call(input: Tensor, arguments: Arguments) -> None:
     eps = arguments.eps
     if type(eps) is not float or not 0 <= eps < math.inf:
         check_eps(eps)
-    if arguments.activation is not None or arguments.negative_slope != 0.01:
+    slope = arguments.negative_slope
+    if arguments.activation is not None or type(slope) is not float or slope != 0.01:
         epilogue.check_activation(arguments.activation)
         epilogue.check_negative_slope(arguments.negative_slope)
 

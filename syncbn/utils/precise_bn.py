@@ -45,7 +45,7 @@ class Population:
         # By the operator, which subtracts with little loss and gives a constant channel 0.
         no_input = totals.new_empty((0, self.channels))
         mean, var = totals.new_zeros((2, self.channels))
-        ops.usual.batch_norm_apply(no_input, totals, None, None, mean, var, None, 1.0, 1.0)
+        ops.around(None).batch_norm_apply(no_input, totals, None, None, mean, var, None, 1.0, 1.0)
         is_finite = totals[:-1].view(2, -1).isfinite().all(0)
         delta = torch.where(is_finite, mean, torch.nan) - self.mean
         share = count / (self.count + count)

@@ -3,6 +3,7 @@
 import gc
 import warnings
 import weakref
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -165,6 +166,7 @@ def test_real_numbers_of_any_class(name, number, training):
     setattr(layers[1], name, float(number))
     mask, outputs = torch.ones(4, 5, dtype=torch.bool), []
     for layer in layers:
+        layer(X)  # what a layer has found right, it does not check again
         x = X.clone().requires_grad_()
         y = layer(x)
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=training)
@@ -174,6 +176,26 @@ def test_real_numbers_of_any_class(name, number, training):
         )
         outputs.append([y, dx, function, layer(X, mask=mask), layer.running_mean])
     assert all(map(torch.equal, *outputs))
+
+
+@pytest.mark.parametrize("name", ["momentum", "eps", "negative_slope"])
+@pytest.mark.parametrize("number", [True, Decimal(1), torch.ones(1), torch.ones(2), 1 + 0j])
+def test_equal_of_a_number_that_was_right_is_checked(name, number):
+    layer = SyncBatchNorm(3)
+    setattr(layer, name, 1.0)
+    layer(X)
+    setattr(layer, name, number)
+    with pytest.raises(TypeError, match=f"expected {name} to be a number"):
+        layer(X)
+
+
+def test_device_is_checked_after_a_pass_on_another(monkeypatch):
+    devices = []
+    monkeypatch.setattr(checks.fallback, "check_device", devices.append)
+    layer = SyncBatchNorm(3)
+    layer(X)
+    layer.to("meta")(X.to("meta"))
+    assert devices == [torch.device("meta")]
 
 
 def test_number_too_large_for_a_float():

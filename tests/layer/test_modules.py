@@ -389,6 +389,14 @@ def test_numbers_in_tensors_are_numbers_as_for_torchs_layer(training):
         SyncBatchNorm(3, momentum=torch.ones(1))
 
 
+def test_no_group_is_refused_after_a_pass_in_one_process():
+    layer = SyncBatchNorm(3)
+    layer(torch.rand(4, 3))
+    layer.process_group = "nccl"
+    with pytest.raises(TypeError, match="expected process_group to be a torch.distributed"):
+        layer(torch.rand(4, 3))
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.float16, torch.float32])
 def test_batch_counter_of_any_dtype(dtype, momentum):

@@ -6,7 +6,7 @@ from support.cases import make_mask
 from support.fusing import FUSED
 from torch.autograd.graph import allow_mutation_on_saved_tensors
 
-from syncbn import SyncBatchNorm
+from syncbn import SyncBatchNorm, recompute_statistics
 
 SHAPE = (4, 3, 5, 5)
 
@@ -45,3 +45,10 @@ def test_running_statistics_that_an_evaluation_saved_can_be_written():
             gradients.append(torch.autograd.grad(loss, (x, *layer.parameters())))
     for a, b in zip(*gradients, strict=True):
         assert torch.equal(a, b)
+
+
+def test_statistics_are_recomputed_under_it():
+    layer, x = SyncBatchNorm(3), torch.rand(4, 3)
+    with allow_mutation_on_saved_tensors():
+        recompute_statistics(layer, [x])
+    torch.testing.assert_close(layer.running_mean, x.mean(0))

@@ -1,5 +1,6 @@
 """The benchmarks run and say what they promise. Their figures are not judged here."""
 
+import csv
 import itertools
 import math
 import os
@@ -235,6 +236,34 @@ def test_each_way_of_masks_has_its_ratio():
         assert [*ratios] == ["padding", "padding, filled", "any", "any, filled"]
         # Filling runs tens of operators more, which take the time of tensors of 24 values.
         assert float(ratios["padding, filled"]) > float(ratios["padding"])
+
+
+def test_whole_steps_count_their_collectives(tmp_path):
+    result = run("steps", "--tiny", "--rounds", "1", "--output", tmp_path)
+    assert result.returncode == 0, result.stderr
+    (path,) = tmp_path.glob("steps-*.csv")
+    with path.open(newline="") as file:
+        counted = {row["variant"]: int(row["collectives"]) for row in csv.DictReader(file)}
+    # ResNet-18 has 20 layers.
+    assert counted == {"BatchNorm2d": 0, "syncbn, one process": 0, "syncbn, group": 40}
+
+
+def test_whole_steps_without_their_collectives_are_an_error():
+    code = """
+import torch, torch.distributed as dist
+from benchmarks.steps import TINY, measure
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+measure(TINY, ["eager"], torch.device("cpu"), 1)
+"""
+    result = execute("-c", code, GLOO_SOCKET_IFNAME="lo")
+    assert "expected 40 collectives in a step, but counted 0" in result.stderr
+
+
+def test_host_time_is_told_with_its_ratio():
+    result = execute("-m", "benchmarks.host", "one", "--rounds", "2")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("syncbn, residual and ReLU") == 2  # of minima and medians
+    assert re.search(r"median BatchNorm2d +forward +\d+\.\d \(1\.00\)", result.stdout)
 
 
 @pytest.fixture

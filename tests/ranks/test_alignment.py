@@ -42,6 +42,28 @@ def test_status_of_a_pass_before_names_it(two_ranks, status, words, name, layer,
         assert words in said
 
 
+class Refusing(SyncBatchNorm):
+    def _check_input_dim(self, input):
+        if input.isnan().any():
+            raise ValueError("own check")
+
+
+def check_late(rank, world_size):
+    """A program's own check fails in the pass in which all ranks hear of an earlier one."""
+    layer, group = Refusing(3), dist.group.WORLD
+    layer(torch.rand(4, 3))
+    record = group_state(group).record(layer._syncbn.identity, "forward")
+    record.state.statuses.of(CPU).note.fill_(-world_size * record.fingerprint)
+    with pytest.raises(RuntimeError, match="gave NaN"):
+        layer(torch.full((4, 3), torch.nan) if rank == 0 else torch.rand(4, 3))
+    del record.state.statuses.by_device[CPU]
+    return layer(torch.rand(4, 3)).isfinite().all().item()
+
+
+def test_earlier_failure_comes_before_a_programs_own_check(two_ranks):
+    assert two_ranks.run(check_late) == [True] * 2
+
+
 def stop_at_different_passes(rank, world_size, others):
     """As over NCCL: a rank's host has started as many more passes as its number."""
     group, layer = dist.group.WORLD, SyncBatchNorm(3)

@@ -278,6 +278,24 @@ print(sizes, tracemalloc.get_traced_memory()[0] - before < 200 * 1024)
 """
 
 
+REPLACED = """
+import torch, torch.distributed as dist
+sizes, original = [], dist.all_reduce
+dist.all_reduce = lambda message, **options: (sizes.append(message.numel()), original(message))
+from syncbn import SyncBatchNorm
+from torch.testing._internal.distributed.fake_pg import FakeStore
+dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+SyncBatchNorm(3)(torch.rand(4, 3)).sum().backward()
+print(sizes)
+"""
+
+
+def test_function_of_a_program_is_called_in_the_place_of_torchs():
+    """Also if the program has replaced it before it imports syncbn."""
+    result = subprocess.run([sys.executable, "-c", REPLACED], capture_output=True, text=True)
+    assert result.stdout == "[10, 10]\n", result.stderr
+
+
 def test_large_world_sends_and_keeps_as_little_as_a_small_one():
     """On torch's fake backend, which dry runs use: it adds nothing up and counts no operations.
 

@@ -146,7 +146,7 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
         "batch_norm_backward masked": (*backward, None, 0, 0.0, mask),
         "verify_sums": (torch.cat([totals, totals.new_tensor([7.0, 8.0, 64.0])]), 7.0),
         "compiled_forward": (
-            *(x, None, None, *running, 0.1, 1e-5, None, None, None, 0.0, None, None),
+            *(x, None, None, *running, 0.1, 1e-5, None, None, 0.0, None, None, None),
             *(0, None, None),
         ),
         "compiled_update": (totals, *running, None, x.dtype, 0, None),
