@@ -17,7 +17,7 @@ from syncbn._compat import (
 )
 from syncbn.distributed import collectives, errors, failures
 from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
-from syncbn.distributed.layer_id import ANONYMOUS, Layer, identity_of
+from syncbn.distributed.layer_id import ANONYMOUS, Identity, Layer, identity_of
 from syncbn.distributed.state import PassRecord, record_of
 from syncbn.graph import export, inductor
 from syncbn.ops import aten, checks, epilogue, masks, reference, tensors
@@ -210,11 +210,7 @@ def train(
         if has_torch_function(operands):
             return _call_override(operands, (input, arguments, process_group, layer, observe))
     identity = getattr(layer, "identity", None) or identity_of(layer)
-    direction = "forward" if graph_task_id() == -1 else "recomputation"
-    try:
-        record = record_of(process_group, identity, direction)
-    except (TypeError, ValueError) as error:
-        raise errors.with_layer_and_rank(error, identity, None) from None
+    record = _record_of(process_group, identity)
     if record.state is None:
         collectives.warn_without_group()
     return training.train(input, arguments, record, observe)
@@ -223,7 +219,7 @@ def train(
 def _call_override(operands: Any, call: tuple[Any, ...]) -> Tensor:
     """Let the ``__torch_function__`` of a subclass or a mode do as :func:`train`."""
     input, arguments, process_group, layer, _ = call
-    record = _record_of(process_group, layer)
+    record = _record_of(process_group, identity_of(layer))
     state = record.state
     num_passes = 0 if state is None else state.store.num_passes
     try:
@@ -241,12 +237,13 @@ def _call_override(operands: Any, call: tuple[Any, ...]) -> Tensor:
 torch.fx.wrap("train")  # symbolic tracing records the call
 
 
-def _record_of(process_group: ProcessGroup | None, layer: Layer) -> PassRecord:
-    identity = identity_of(layer)
+def _record_of(process_group: ProcessGroup | None, layer: Identity) -> PassRecord:
+    """Return the record of the pass that a layer begins."""
+    direction = "forward" if graph_task_id() == -1 else "recomputation"
     try:
-        return record_of(process_group, identity, _compat.forward_direction())
+        return record_of(process_group, layer, direction)
     except (TypeError, ValueError) as error:
-        raise errors.with_layer_and_rank(error, identity, None) from None
+        raise errors.with_layer_and_rank(error, layer, None) from None
 
 
 def check_input(
@@ -266,7 +263,7 @@ def check_input(
         return
     record = PassRecord(None, identity_of(layer), "forward")
     if training:
-        record = _record_of(process_group, layer)
+        record = _record_of(process_group, identity_of(layer))
         failures.check_before(record)
     try:
         check(input)

@@ -260,6 +260,7 @@ def in_agreement(error: Exception, record: PassRecord, device: torch.device) -> 
         return errors.of_collective(error, record)
     is_late = state.is_asynchronous(device)  # the others hear of it in a later pass
     error = errors.of_operator(error, record, others_know=not is_late)
+    error.__cause__ = None  # the operator's error says less
     if is_late:
         alignment.align(state, device, _report_abort(error, state))
     return error

@@ -56,8 +56,8 @@ def agree(state: GroupState, record: PassRecord, device: torch.device) -> None:
             elif expected != state.size and not _all_switch(state, record, device):
                 _switch_size(state, record, expected, device)
         except (RuntimeError, ValueError) as error:
-            failed = failures.in_agreement(error, record, device)
-            raise failed from failed.__cause__
+            # Not bound to a name: a frame that holds its own error is a reference cycle.
+            raise failures.in_agreement(error, record, device)  # noqa: B904  # it has its cause
     if other is not None:
         raise failures.of_other_size(other, record, device)
     state.last.add_size(state.size)

@@ -322,25 +322,15 @@ _library.define(
 
 
 @torch.library.impl(_library, "compiled_update", "CompositeExplicitAutograd")
-def _(
-    totals: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    input_dtype: torch.dtype,
-    identity: int,
-    group_name: str | None,
-) -> None:
+def _(totals: Tensor, *values: Any) -> None:
+    mean, var, counter, momentum, input_dtype, identity, group_name = values
     layer, direction = identity_from(identity), _compat.forward_direction()
     if direction == "recomputation":
         return
     record = training.named_record(group_name, layer, direction)
     size = totals.size(0)
     channels = size // 2 if group_name is None else channels_of(size)
-    arguments = Arguments(
-        None, None, running_mean, running_var, num_batches_tracked, momentum, eps=1.0
-    )
+    arguments = Arguments(None, None, mean, var, counter, momentum, eps=1.0)
     no_input = totals.new_empty((0, channels), dtype=input_dtype)
     training.normalize(no_input, totals, arguments, record)
 
@@ -361,50 +351,26 @@ _library.define(
 
 
 @torch.library.impl(_library, "compiled_backward", "CompositeExplicitAutograd")
-def _(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    mask: Tensor | None,
-    identity: int,
-    group_name: str | None,
-    previous: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_output: Tensor, input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *operands, mask, identity, group_name, _ = values
     layer = identity_from(identity)
     record = training.named_record(group_name, layer, "backward")
     failures.check_before(record)
     try:
         input = tensors.as_dense(input)
         grad_output = tensors.as_dense(grad_output, like=input)
-        dtypes = (weight_dtype, bias_dtype)
         operators = ops.usual if mask is None else ops.around(mask)
         sums, grad_weight, grad_bias = operators.batch_norm_backward_reduce(
-            grad_output, input, mean, invstd, *dtypes, record.tail
+            grad_output, input, *operands, record.tail
         )
     except Exception as error:
         raise failures.abort(error, record, input) from None
     sums = training.verify(training.all_reduce(sums, record), record)
-    return sums[: 2 * mean.size(0)], grad_weight, grad_bias
+    return sums[: 2 * input.size(1)], grad_weight, grad_bias
 
 
 @torch.library.register_fake("syncbn::compiled_backward")
-def _(
-    grad_output: Tensor,
-    input: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight_dtype: torch.dtype,
-    bias_dtype: torch.dtype,
-    mask: Tensor | None,
-    identity: int,
-    group_name: str | None,
-    previous: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad_output: Tensor, input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
     operator = torch.ops.syncbn.batch_norm_backward_reduce.default
-    sums, grad_weight, grad_bias = operator(
-        grad_output, input, mean, invstd, weight_dtype, bias_dtype
-    )
+    sums, grad_weight, grad_bias = operator(grad_output, input, *values[:4])
     return sums, grad_weight, grad_bias

@@ -228,9 +228,14 @@ def _run(name: str, mask: Tensor | None, *operands: Any) -> Any:
 def _call(name: str, mask: Tensor | None, operands: tuple[Any, ...]) -> Any:
     if mask is None:
         return _OVERLOADS[name](*operands)
-    if mask.is_cuda and tensors.has_operators(mask.device):  # whose kernels take no mask
-        return masks.call_filled(_OVERLOADS, name, operands, mask)
-    return _OVERLOADS[name](*operands, mask=mask)
+    if _takes_mask(mask):
+        return _OVERLOADS[name](*operands, mask=mask)
+    return masks.call_filled(_OVERLOADS, name, operands, mask)
+
+
+def _takes_mask(mask: Tensor) -> bool:
+    """Whether the operators of the mask's device take it; CUDA kernels do not."""
+    return not (mask.is_cuda and tensors.has_operators(mask.device))
 
 
 def verify_sums(*operands: Any) -> Tensor:
