@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from support import ops
+from syncbn import ops
 
 SILU = 3
 NUM_ACTIVATIONS = 4
@@ -20,8 +20,8 @@ def calls(x: Tensor, activation: int, with_residual: bool) -> Iterator[tuple[str
     constants = x.new_empty(2 * channels, dtype=torch.float64) if activation else None
     following = {"activation": activation, "negative_slope": 0.0}
     if not activation and not with_residual:
-        yield "stats", lambda: ops.batch_norm_stats(x)
-    normalization = (x, ops.batch_norm_stats(x), None, None, None, None, None, 0.1, 1e-5)
+        yield "stats", lambda: ops.usual.batch_norm_stats(x)
+    normalization = (x, ops.usual.batch_norm_stats(x), None, None, None, None, None, 0.1, 1e-5)
     residual = x if with_residual else None
 
     def apply() -> tuple[Tensor, Tensor, Tensor, Tensor]:
