@@ -86,7 +86,7 @@ def train(
 
 
 def are_as_before(input: Tensor, arguments: Arguments, record: PassRecord) -> bool:
-    """Whether :func:`syncbn.ops.checks.checked` would find what it found in the last pass."""
+    """Whether input and arguments have passed :func:`syncbn.ops.checks.checked` before."""
     return (
         type(input) is Tensor
         and (input.is_cpu or input.is_cuda)

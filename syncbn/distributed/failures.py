@@ -41,8 +41,7 @@ def abort(
 ) -> Exception:
     """Abort a pass on all ranks because of an error; return it with the layer and the rank.
 
-    The input, the arguments or C, as far as they are known, tell the size and the device of the
-    message that this rank would have sent.
+    The message's size and device follow from the input, the arguments or C. None if not known.
     """
     with _compat.without_overrides():  # which may have raised it
         error = ops.in_its_class(error)
@@ -267,7 +266,7 @@ def in_agreement(error: Exception, record: PassRecord, device: torch.device) -> 
 
 
 def of_other_size(other: PassReport, record: PassRecord, device: torch.device) -> Exception:
-    """Return the error of a rank whose message would differ in size from that of ``other``.
+    """Return the error for another rank's message of another size.
 
     This rank takes part in the other rank's collective, and so aborts it.
     """

@@ -338,6 +338,6 @@ def size_of(channels: int) -> int:
 
 
 def same_channels(first: PassReport, second: PassReport) -> bool:
-    """Whether two ranks make passes of as many channels, as far as their messages' sizes tell."""
+    """Whether two ranks make passes of as many channels; True if the sizes do not tell."""
     of_channels = first.fingerprint % 8 <= len(_OF_CHANNELS)
     return first.fingerprint != second.fingerprint or first.size == second.size or not of_channels
