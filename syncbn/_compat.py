@@ -21,11 +21,7 @@ from torch.fx.experimental.sym_node import DynamicInt as DynamicInt  # an input 
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    _CachedTorchDispatchMode,
-    _CachingTorchDispatchMode,
-)
+from torch.utils.checkpoint import CheckpointPolicy
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -105,18 +101,6 @@ def tracer_of_graph() -> Any:
     """Return the tracer that records operators now, such as AOTAutograd's; None without one."""
     mode = get_proxy_mode()
     return None if mode is None else mode.tracer
-
-
-def run_updates_in_selective_checkpoints() -> None:
-    """Have selective checkpointing run what updates buffers in a graph, and keep none of it.
-
-    Torch has no rule for that operator of higher order, where such a checkpoint lies around a
-    compiled block that runs the graph as it is.
-    """
-    operator: Any = torch.ops.higher_order.auto_functionalized_v2
-    for mode in (_CachingTorchDispatchMode, _CachedTorchDispatchMode):
-        if mode not in operator.python_key_table:
-            operator.py_impl(mode)(lambda mode, *args, **kwargs: operator(*args, **kwargs))
 
 
 @contextlib.contextmanager

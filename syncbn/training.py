@@ -390,10 +390,11 @@ def verify(totals: Tensor, record: PassRecord) -> Tensor:
         first = state.sum_of(state.record(record.layer, "forward").fingerprint)
     if type(totals) is Tensor and totals.is_cuda:
         _, status = state.expectation(record, totals)
+    operators = ops.usual if num_dispatch_modes() == 0 else ops.around(None)
     try:
-        return ops.verify_sums(totals, state.sum_of(record.fingerprint), first, status)
-    except (RuntimeError, ValueError) as error:
-        raise errors.of_operator(error, record) from None
+        return operators.verify_sums(totals, state.sum_of(record.fingerprint), first, status)
+    except Exception as error:
+        raise failures.in_operator(error, record, totals) from None
 
 
 def verify_on_host(totals: Tensor, record: PassRecord) -> Tensor:
@@ -417,16 +418,20 @@ def named_record(group_name: str | None, layer: Identity, direction: str) -> Pas
     Raises:
         RuntimeError: torch.distributed has no group of this name; the error names the layer.
     """
+    known: PassRecord | None = layer.record
+    state = None if known is None else known.state
     if group_name is None:
-        return PassRecord(None, layer, direction)
-    state = None if layer.record is None else layer.record.state
-    if state is None or state.name != group_name or state.is_destroyed():
-        try:
-            state = group_state(collectives.group_named(group_name))
-        except RuntimeError as error:
-            raise errors.with_layer_and_rank(error, layer, None) from error.__cause__
-    record = state.record(layer, direction)
-    if layer.key:
+        if known is not None and state is None and known.direction == direction:
+            return known
+        record = PassRecord(None, layer, direction)
+    else:
+        if state is None or state.name != group_name or state.is_destroyed():
+            try:
+                state = group_state(collectives.group_named(group_name))
+            except RuntimeError as error:
+                raise errors.with_layer_and_rank(error, layer, None) from error.__cause__
+        record = state.record(layer, direction)
+    if layer.key and record.is_forward:
         layer.record = record
     return record
 

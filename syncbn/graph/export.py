@@ -14,7 +14,7 @@ from syncbn.distributed import collectives, errors, failures
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, identity_named
 from syncbn.distributed.state import PassRecord, group_state
-from syncbn.ops import aten, checks, epilogue, masks, tensors
+from syncbn.ops import aten, checks, epilogue, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
 
 
@@ -68,9 +68,10 @@ def train(
         mask,
         switch,
     )
-    torch.ops.syncbn.compiled_update.default(
-        totals.detach(), *running, momentum, input.dtype, 0, None
-    )
+    totals = totals.detach()
+    count = totals[-1:]
+    mean, _, m2 = formulas.statistics(totals[:-1], count, eps)
+    formulas.update_running((mean, m2, count), running, momentum)
     if mask is not None and arguments.residual is not None:
         arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
     output = epilogue.apply_epilogue(output, arguments)
@@ -139,7 +140,8 @@ def _(
     mean, invstd, count = statistics
     totals = totals[: 2 * input.size(1) + 1]
     # Sums of an empty batch update nothing.
-    return output, torch.zeros_like(totals) if evaluates else totals, mean, invstd, count
+    updates = not evaluates and record.direction == "forward"
+    return output, totals if updates else torch.zeros_like(totals), mean, invstd, count
 
 
 @torch.library.register_fake("syncbn::exported_batch_norm")

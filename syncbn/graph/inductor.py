@@ -1,11 +1,10 @@
 """The layer in training inside a compiled graph, where the compiler can fuse it.
 
-The sums of a pass and their collective are one operator, the update of the running statistics is
-another. The element-wise halves are plain tensor expressions, which Inductor fuses with the
-residual and the activation behind them; their formulas stand in csrc/common/formulas.h. The
-operators here are written in Python for two reasons: they take inputs of any strides, so that the
-compiler may choose the layout, and when the graph runs they know more than its tracer did, such as
-whether it runs as a recomputation.
+The sums of a pass and their collective are one operator. All else are plain tensor expressions:
+the update of the running statistics, and the element-wise halves, which Inductor fuses with the
+residual and the activation behind them. The operators here are written in Python for two reasons:
+they take inputs of any strides, so that the compiler may choose the layout, and when the graph runs
+they know more than its tracer did, such as whether it runs as a recomputation.
 """
 
 import hashlib
@@ -20,13 +19,14 @@ from syncbn import _compat, ops, training
 from syncbn.distributed import collectives, failures
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, Layer, identity_from
-from syncbn.distributed.state import PassRecord, channels_of, size_of
+from syncbn.distributed.state import PassRecord
 from syncbn.ops import checks, epilogue, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
 
 PACKAGE = Path(__file__).parents[1]
 _NUM_ARGUMENTS = len(Arguments._fields)
-_FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WIDE_DTYPES = (torch.float32, torch.float64)
+_FLOAT_DTYPES = (torch.float16, torch.bfloat16, *_WIDE_DTYPES)
 
 
 def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer: Layer) -> Tensor:
@@ -98,21 +98,23 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
 
         Weight, bias and mask are None, unlike in ``arguments``, if they do not fit into a graph.
         """
+        updated = _updated(input, arguments)
+        # A graph that needs running statistics for its sums could not compute those again after
+        # their update.
+        checked = arguments if updated is None else arguments.without_running()
         # A partition that computed the sums again would make another collective.
         with _compat.saved_in_graphs():
-            mean, invstd, count, totals = _in_order(
-                torch.ops.syncbn.compiled_forward.default,
-                group_name,
-                *(input, *_to_be_checked(input, arguments), identity),
+            totals = _in_order(
+                torch.ops.syncbn.compiled_forward.default, group_name, input, *checked, identity
             )
-        running = [None if v is None or _is_expanded(v) else v for v in arguments[2:5]]
-        if running != [None, None, None]:
-            _compat.run_updates_in_selective_checkpoints()
-            torch.ops.syncbn.compiled_update.default(
-                totals, *running, arguments.momentum, input.dtype, identity, group_name
-            )
-        elif group_name is not None:
-            count = _compat.wait(count)  # compilers keep this operator, and so the one before it
+        updates = updated is not None and updated != [None, None, None]
+        if not updates and group_name is not None:
+            totals = _compat.wait(totals)  # compilers keep this operator, and so the one before it
+        counted = totals[-1:]
+        count = counted.abs()
+        mean, invstd, m2 = formulas.statistics(totals[:-1], count, arguments.eps)
+        if updated is not None:
+            formulas.update_running((mean, m2, counted), updated, arguments.momentum)
         dtype = tensors.compute_dtype(input)
         rounded_mean = tensors.cast(mean, dtype)
         scale, shift = formulas.normalize_constants(mean, rounded_mean, invstd, weight, bias)
@@ -145,6 +147,7 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dtype = tensors.compute_dtype(input)
             rounded_mean = tensors.cast(mean, dtype)
+            sums = sums[: 2 * input.size(1)]
             slope, shift, scale = formulas.grad_input_constants(
                 mean, rounded_mean, invstd, weight, sums, count
             )
@@ -176,29 +179,29 @@ def _in_order(operator: Any, group_name: str | None, *operands: Any) -> Any:
     if tracer is None:
         return operator(*operands, group_name, None)
     results = operator(*operands, group_name, _last_results.get(tracer))
-    _last_results[tracer] = results[-1]
+    _last_results[tracer] = results if isinstance(results, Tensor) else results[-1]
     return results
 
 
-def _to_be_checked(input: Tensor, arguments: Arguments) -> Arguments:
-    """Return the arguments without running statistics, where those need no check.
+def _updated(input: Tensor, arguments: Arguments) -> list[Tensor | None] | None:
+    """Return the running statistics and the number of batches that a graph can update.
 
-    A graph that needs them for its sums could not compute those again after their update.
+    None if one of them does not fit: then compiled_forward raises its error when the graph runs.
     """
-    vector, alike = input.shape[1:2], {input.dtype, torch.float32, torch.float64}
-    _, _, running_mean, running_var, counter, *_ = arguments
-    fit = (running_mean is None) == (running_var is None)
-    for v in (running_mean, running_var):
+    updated = list(arguments[2:5])
+    mean, var, counter = updated
+    fit = (mean is None) == (var is None) and all(
+        v is None or v.device == input.device for v in updated
+    )
+    for v in (mean, var):
         if v is not None:
-            fit &= v.shape == vector and v.dtype in alike and not _is_expanded(v)
+            fit &= v.shape == input.shape[1:2] and v.dtype in {input.dtype, *_WIDE_DTYPES}
+            fit &= v.size(0) == 1 or v.stride(0) != 0
     if counter is not None:
-        fit &= counter.shape == () and counter.dtype == torch.int64
-    fit &= all(v is None or v.device == input.device for v in arguments[2:5])
-    return arguments.without_running() if fit else arguments
-
-
-def _is_expanded(vector: Tensor) -> bool:
-    return vector.dim() == 1 and vector.size(0) > 1 and vector.stride(0) == 0
+        fit &= counter.numel() == 1 and counter.dtype != torch.bool and not counter.is_complex()
+    elif arguments.momentum is None:
+        fit &= mean is None
+    return updated if fit else None
 
 
 def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
@@ -256,35 +259,38 @@ def _(input: Tensor, *values: Any) -> Tensor:
 
 _compiled_train = getattr(torch.ops.syncbn.compiled_train, _TRAIN.partition(".")[2])
 
-# Takes the arguments of the layer, which it checks when the graph runs; it writes none. The totals
-# are those of compiled_update.
+# Takes the arguments of the layer, which it checks when the graph runs; it writes none. Returns the
+# sums of x and of x² over the group, and the number of values per channel, which is negative in a
+# recomputation: no running statistics are updated there.
 _library.define(
     f"compiled_forward(Tensor input, {_ARGUMENTS}, SymInt identity, str? group_name, "
-    "Tensor? previous) -> (Tensor mean, Tensor invstd, Tensor count, Tensor totals)",
+    "Tensor? previous) -> Tensor totals",
     tags=(torch.Tag.flexible_layout,),
 )
 
 
 @torch.library.impl(_library, "compiled_forward", "CompositeExplicitAutograd")
-def _(input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(input: Tensor, *values: Any) -> Tensor:
     record, arguments = _begin(input, *values)
     try:
         if not training.are_as_before(input, arguments, record):
             checks.check_training(input, arguments)
             record.checked, record.num_dims = arguments[5:11], input.dim()
-        if record.state is None:
-            formulas.check_input_size(input)
         operators = ops.usual if arguments.mask is None else ops.around(arguments.mask)
         message = operators.batch_norm_stats(
             tensors.as_dense(input), record.tail, *arguments[:6], arguments.residual
         )
+        if record.state is None:
+            if arguments.mask is None:
+                formulas.check_input_size(input)
+            else:
+                formulas.check_more_than_one_value(message, input.size(1))
     except Exception as error:
         raise failures.abort(error, record, input, arguments) from None
-    totals = training.all_reduce(message, record)
-    no_input = input.new_empty((0, input.size(1)))
-    numbers = Arguments(None, None, None, None, None, 0.0, arguments.eps)
-    _, mean, invstd, count = training.normalize(no_input, totals, numbers, record)
-    return mean, invstd, count, totals
+    totals = training.verify(training.all_reduce(message, record), record)
+    if record.direction == "recomputation":
+        totals[-1:].neg_()
+    return totals
 
 
 def _begin(input: Tensor, *values: Any) -> tuple[PassRecord, Arguments]:
@@ -296,7 +302,7 @@ def _begin(input: Tensor, *values: Any) -> tuple[PassRecord, Arguments]:
 
 
 @torch.library.register_fake("syncbn::compiled_forward")
-def _(input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(input: Tensor, *values: Any) -> Tensor:
     if not isinstance(input, _compat.FakeTensor):  # the graph runs with a tensor on meta
         record, arguments = _begin(input, *values)
         try:
@@ -305,42 +311,11 @@ def _(input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         except Exception as error:
             raise failures.abort(error, record, input, arguments) from None
     channels = input.size(1) if input.dim() > 1 else 1
-    *_, group_name, _ = values
-    size = 2 * channels + 1 if group_name is None else size_of(channels)
-    mean, invstd, count, totals = (
-        input.new_empty(number, dtype=torch.float64) for number in (channels, channels, 1, size)
-    )
-    return mean, invstd, count, totals
+    return input.new_empty(2 * channels + 1, dtype=torch.float64)
 
 
-# Updates nothing where the graph runs as a recomputation.
-_library.define(
-    "compiled_update(Tensor totals, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
-    "Tensor(c!)? num_batches_tracked, float? momentum, ScalarType input_dtype, SymInt identity, "
-    "str? group_name) -> ()"
-)
-
-
-@torch.library.impl(_library, "compiled_update", "CompositeExplicitAutograd")
-def _(totals: Tensor, *values: Any) -> None:
-    mean, var, counter, momentum, input_dtype, identity, group_name = values
-    layer, direction = identity_from(identity), _compat.forward_direction()
-    if direction == "recomputation":
-        return
-    record = training.named_record(group_name, layer, direction)
-    size = totals.size(0)
-    channels = size // 2 if group_name is None else channels_of(size)
-    arguments = Arguments(None, None, mean, var, counter, momentum, eps=1.0)
-    no_input = totals.new_empty((0, channels), dtype=input_dtype)
-    training.normalize(no_input, totals, arguments, record)
-
-
-@torch.library.register_fake("syncbn::compiled_update")
-def _(*_: Any) -> None:
-    pass
-
-
-# Returns the sums of the group, verified and without their tail.
+# Returns the sums of dz and of dz * xhat over the group; after them, in a group, a number without
+# a meaning.
 _library.define(
     "compiled_backward(Tensor grad_output, Tensor input, Tensor mean, Tensor invstd, "
     "ScalarType weight_dtype, ScalarType bias_dtype, Tensor? mask, SymInt identity, "
@@ -357,8 +332,9 @@ def _(grad_output: Tensor, input: Tensor, *values: Any) -> tuple[Tensor, Tensor,
     record = training.named_record(group_name, layer, "backward")
     failures.check_before(record)
     try:
-        input = tensors.as_dense(input)
-        grad_output = tensors.as_dense(grad_output, like=input)
+        if not (input.is_contiguous() and grad_output.is_contiguous()):
+            input = tensors.as_dense(input)
+            grad_output = tensors.as_dense(grad_output, like=input)
         operators = ops.usual if mask is None else ops.around(mask)
         sums, grad_weight, grad_bias = operators.batch_norm_backward_reduce(
             grad_output, input, *operands, record.tail
@@ -366,11 +342,12 @@ def _(grad_output: Tensor, input: Tensor, *values: Any) -> tuple[Tensor, Tensor,
     except Exception as error:
         raise failures.abort(error, record, input) from None
     sums = training.verify(training.all_reduce(sums, record), record)
-    return sums[: 2 * input.size(1)], grad_weight, grad_bias
+    return sums, grad_weight, grad_bias
 
 
 @torch.library.register_fake("syncbn::compiled_backward")
 def _(grad_output: Tensor, input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
     operator = torch.ops.syncbn.batch_norm_backward_reduce.default
     sums, grad_weight, grad_bias = operator(grad_output, input, *values[:4])
-    return sums, grad_weight, grad_bias
+    *_, group_name, _ = values
+    return sums if group_name is None else sums.new_empty(sums.size(0) + 1), grad_weight, grad_bias

@@ -26,7 +26,6 @@ __all__ = [
     "check_more_than_one_value",
     "in_its_class",
     "usual",
-    "verify_sums",
 ]
 
 
@@ -154,6 +153,8 @@ class Operators(NamedTuple):
     batch_norm_forward: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     # In a single process, the gradients of input, weight and bias.
     batch_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    # Sums over all ranks without their tail; NaN on CUDA if they are inconsistent.
+    verify_sums: Callable[..., Tensor]
 
 
 # Without a mask, a dispatch mode, or a counter of batches of another dtype than int64.
@@ -236,14 +237,6 @@ def _call(name: str, mask: Tensor | None, operands: tuple[Any, ...]) -> Any:
 def _takes_mask(mask: Tensor) -> bool:
     """Whether the operators of the mask's device take it; CUDA kernels do not."""
     return not (mask.is_cuda and tensors.has_operators(mask.device))
-
-
-def verify_sums(*operands: Any) -> Tensor:
-    """Return sums over all ranks without their tail; raise, or NaN on CUDA, if inconsistent."""
-    try:
-        return _run("verify_sums", None, *operands)  # type: ignore[no-any-return]
-    except RuntimeError as error:
-        raise in_its_class(error) from None
 
 
 def _with_memory(operator: Any) -> Any:

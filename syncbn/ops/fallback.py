@@ -154,16 +154,6 @@ def verify_sums(
     return torch.where(aborted | differ, torch.nan, sums[:-3])
 
 
-def _update(
-    running: Tensor, batch: Tensor, factor: float | Tensor, fits: list[Tensor]
-) -> tuple[Tensor, Tensor]:
-    """Return the old and the new values of running statistics; add to ``fits`` where they fit."""
-    old = running.to(torch.float64)
-    new = (1 - factor) * old + factor * batch
-    fits.append(new <= torch.finfo(running.dtype).max)
-    return old, new
-
-
 @torch.no_grad()
 def batch_norm_apply(
     input: Tensor,
@@ -183,39 +173,16 @@ def batch_norm_apply(
     constants: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalize, and update the running statistics."""
-    channels = input.size(1)
     if tail_sum is not None:
         totals = verify_sums(totals, tail_sum, None, status)
-    count = totals[2 * channels : 2 * channels + 1].clone()
-    sums, squares = totals[: 2 * channels].chunk(2)
-    divisor = count.clamp(min=1)  # the sums of no values are zero
-    mean = sums / divisor
-    m2 = (squares - sums * mean).clamp(min=0)
-    invstd = 1 / (m2 / divisor + eps).sqrt()
-
-    has_values = count > 0
-    factor: float | Tensor = momentum or 0.0
-    if num_batches_tracked is not None:
-        is_new = has_values.to(torch.int64).view_as(num_batches_tracked)
-        num_batches_tracked.data.add_(is_new)
-        if momentum is None:
-            tracked = num_batches_tracked.to(torch.float64).view(1)
-            factor = 1 / tracked.clamp(min=1)
-    if running_mean is not None and running_var is not None:
-        fits = [has_values]
-        old_mean, new_mean = _update(running_mean, mean, factor, fits)
-        fits.append(new_mean >= -torch.finfo(running_mean.dtype).max)
-        unbiased = m2 / (count - 1).clamp(min=1)
-        old_var, new_var = _update(running_var, unbiased, factor, fits)
-        is_valid = fits[0] & fits[1] & fits[2] & fits[3]
-        if momentum is None:  # csrc/common/running.h
-            old_mean, old_var = (torch.where(has_values, torch.nan, t) for t in (old_mean, old_var))
-        for running, old, new in (
-            (running_mean, old_mean, new_mean),
-            (running_var, old_var, new_var),
-        ):
-            # By .data: the layer increments the version, as for the operators of csrc.
-            running.data.copy_(torch.where(is_valid, new, old).to(running.dtype))
+    size = 2 * input.size(1)
+    count = totals[size : size + 1].clone()
+    mean, invstd, m2 = formulas.statistics(totals[:size], count, eps)
+    # By .data: the layer increments the version, as for the operators of csrc.
+    running = [
+        None if v is None else v.data for v in (running_mean, running_var, num_batches_tracked)
+    ]
+    formulas.update_running((mean, m2, count), running, momentum)
 
     center = _center(mean, input)
     scale, shift = formulas.normalize_constants(mean, center, invstd, weight, bias)

@@ -4,6 +4,8 @@ Constants of a channel are float64 [C]. ``center`` is the mean, rounded to the d
 are computed in: a mean far from zero costs no accuracy.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,59 @@ from syncbn.ops import epilogue, tensors
 
 # csrc/common/checks.h
 ONE_VALUE = "Expected more than 1 value per channel when training, got 1 in the whole batch"
+
+
+def statistics(totals: Tensor, count: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, 1/std and the sum of squared deviations, of a batch of ``count`` values.
+
+    ``totals`` are the sums of x and of x², [2C].
+    """
+    sums, squares = totals.chunk(2)
+    divisor = count.clamp(min=1)  # the sums of no values are zero
+    mean = sums / divisor
+    m2 = (squares - sums * mean).clamp(min=0)
+    return mean, 1 / (m2 / divisor + eps).sqrt(), m2
+
+
+def update_running(
+    batch: tuple[Tensor, Tensor, Tensor],
+    running: Sequence[Tensor | None],
+    momentum: float | None,
+) -> None:
+    """Move the running statistics toward a batch, as csrc/common/running.h; toward no values, not.
+
+    ``batch`` is its mean, its sum of squared deviations and its number of values per channel;
+    ``running`` is mean, variance and number of batches, each or None.
+    """
+    mean, m2, count = batch
+    running_mean, running_var, num_batches_tracked = running
+    has_values = count > 0
+    factor: float | Tensor = 0.0 if momentum is None else momentum
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(
+            has_values.to(num_batches_tracked.dtype).view_as(num_batches_tracked)
+        )
+        if momentum is None:
+            tracked = num_batches_tracked.to(torch.float64).view(1)
+            factor = 1 / tracked.clamp(min=1)
+    if running_mean is None or running_var is None:
+        return
+    unbiased = m2 / (count - 1).clamp(min=1)
+    old_mean, new_mean = _moved(running_mean, mean, factor)
+    old_var, new_var = _moved(running_var, unbiased, factor)
+    largest = torch.finfo(running_mean.dtype).max
+    fits = (new_mean.abs() <= largest) & (new_var <= torch.finfo(running_var.dtype).max)
+    is_valid = has_values & fits
+    if momentum is None:
+        old_mean, old_var = (t.masked_fill(has_values, torch.nan) for t in (old_mean, old_var))
+    running_mean.copy_(torch.where(is_valid, new_mean, old_mean))
+    running_var.copy_(torch.where(is_valid, new_var, old_var))
+
+
+def _moved(running: Tensor, batch: Tensor, factor: float | Tensor) -> tuple[Tensor, Tensor]:
+    """Return the old and the new values of running statistics, in float64."""
+    old = running.to(torch.float64)
+    return old, (1 - factor) * old + factor * batch
 
 
 def normalize_constants(

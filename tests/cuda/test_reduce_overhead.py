@@ -66,9 +66,9 @@ def train(rank, world_size):
     if not IS_STANDIN:
         for a, b in zip(eager.buffers(), model.buffers(), strict=True):
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)  # five updates in float32
+        assert model[1].num_batches_tracked == STEPS
     assert called[0][0] > 0 and called[0][1] == (4 if world_size > 1 else 0), called
     assert called[2:] == [(0, 0)] * (STEPS - 2), called  # a replay calls nothing
-    return model[1].num_batches_tracked.item()
 
 
 @pytest.mark.filterwarnings("ignore")  # Inductor's own, of several kinds
@@ -76,5 +76,4 @@ def train(rank, world_size):
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_all_of_a_model_is_in_cuda_graphs(world_size):
     with Ranks(world_size, backend="nccl", device="cuda", case_seconds=240) as ranks:
-        counts = ranks.run(train)
-    assert counts == [STEPS] * world_size
+        ranks.run(train)

@@ -32,11 +32,11 @@ def test_opcheck_without_optional_arguments(name):
     x = make_input((3, 4, 5), "contiguous", torch.float32)
     optional = {"batch_norm_apply": range(2, 7), "batch_norm_backward_apply": [4]}
     optional |= {"batch_norm_forward": range(1, 6), "batch_norm_backward": [4]}
-    optional |= {"compiled_forward": range(1, 6), "compiled_update": range(1, 4)}
+    optional |= {"compiled_forward": range(1, 6)}
     args = list(arguments(name, x))
     for index in optional.get(name, []):
         args[index] = None
-    momentum = {"batch_norm_apply": 7, "batch_norm_forward": 6, "compiled_update": 4}.get(name)
+    momentum = {"batch_norm_apply": 7, "batch_norm_forward": 6}.get(name)
     if momentum is not None:
         args[momentum] = 0.1
     torch.library.opcheck(

@@ -21,7 +21,7 @@ RELU, SILU = 1, 3
 MASKED_OPS = [f"{name} masked" for name in OPS if len(name.split()) == 1]
 OPS += ["verify_sums"]
 # Those of compiled graphs, which are written in Python over the others.
-COMPILED_OPS = ["compiled_forward", "compiled_update", "compiled_backward"]
+COMPILED_OPS = ["compiled_forward", "compiled_backward"]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -149,7 +149,6 @@ def arguments(name: str, x: Tensor, parameter_dtype: torch.dtype = torch.float32
             *(x, None, None, *running, 0.1, 1e-5, None, None, 0.0, None, None, None),
             *(0, None, None),
         ),
-        "compiled_update": (totals, *running, None, x.dtype, 0, None),
         "compiled_backward": (x.clone(), x, mean, var, *dtypes, None, 0, None, None),
     }[name]
 
