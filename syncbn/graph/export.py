@@ -68,7 +68,6 @@ def train(
         mask,
         switch,
     )
-    totals = totals.detach()
     count = totals[-1:]
     mean, _, m2 = formulas.statistics(totals[:-1], count, eps)
     formulas.update_running((mean, m2, count), running, momentum)
@@ -155,7 +154,8 @@ def _(input: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     input, weight, bias, _, _, ctx.eps, ctx.group_name, ctx.layer_name, mask, switch = inputs
-    _, _, *statistics = output
+    _, totals, *statistics = output
+    ctx.mark_non_differentiable(totals, *statistics)
     ctx.save_for_backward(input, weight, *statistics, mask)
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.has_residual, ctx.evaluates = False, _evaluates(switch)
