@@ -50,22 +50,27 @@ help:
 	@echo
 	@sed -n 's/^# \([A-Z][A-Z]\)/\1/p' Makefile
 
+# On a terminal pip shows its progress.
+PIP_INSTALL := $(BIN)/pip install $(if $(MAKE_TERMOUT),,--quiet)
+
+# The README's line; CI and a release try the others, tests/package/test_backend.py.
 $(TORCH_STAMP):
+	@echo "Installing torch into $(VENV): with CUDA's libraries a download of 3 GB"
 	$(PYTHON) -m venv $(VENV)
 	rm -f $(VENV)/*.stamp
-	$(BIN)/pip install --quiet --upgrade pip
-	$(BIN)/pip install --quiet --upgrade setuptools ninja torch$(if $(TORCH),==$(TORCH))
+	$(PIP_INSTALL) --upgrade pip
+	$(PIP_INSTALL) torch$(if $(TORCH),==$(TORCH)) ninja "setuptools>=77.0.3,<82"
 	touch $@
 
 # torch is named again so that nothing here moves it to another version.
 $(VENV)/tools.stamp: $(TORCH_STAMP) pyproject.toml
-	$(BIN)/pip install --quiet --group demo --group test --group docs --group wheels \
+	$(PIP_INSTALL) --group demo --group test --group docs --group wheels \
 	    torch==$$($(BIN)/python -c "from importlib.metadata import version; print(version('torch'))")
 	touch $@
 
 $(VENV)/syncbn.stamp: $(TORCH_STAMP) $(if $(WHEEL),$(WHEEL),$(SOURCES))
-	$(STRICT) \
-	    $(BIN)/pip install --quiet --force-reinstall --no-deps --no-build-isolation $(or $(WHEEL),.)
+	$(if $(WHEEL),,@echo "Building syncbn: about four minutes on two cores with nvcc, one without")
+	$(STRICT) $(PIP_INSTALL) --force-reinstall --no-deps --no-build-isolation $(or $(WHEEL),.)
 	touch $@
 
 install: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
@@ -78,8 +83,11 @@ endif
 DEMO := PYTHONPATH="build/demo$${PYTHONPATH:+:$$PYTHONPATH}" OMP_NUM_THREADS=1 \
     $(if $(HAS_SYNCBN),$(PYTHON),$(BIN)/python)
 demo: $(if $(HAS_SYNCBN),,$(VENV)/syncbn.stamp)
-	@$(DEMO) examples/digits.py --help >/dev/null 2>&1 || \
-	    $(DEMO) -m pip install --quiet --upgrade --target build/demo matplotlib scikit-learn tqdm
+	@$(DEMO) examples/digits.py --help >/dev/null 2>&1 || { \
+	    echo "Installing matplotlib, scikit-learn and tqdm into build/demo: 80 MB" && \
+	    $(DEMO) -m pip install $(if $(MAKE_TERMOUT),,--quiet) --upgrade --target build/demo \
+	        matplotlib scikit-learn tqdm; }
+	@echo "Training in two processes: a minute"
 	$(DEMO) -m torch.distributed.run --standalone --nproc-per-node 2 examples/digits.py
 
 # Operators against float64, the layer against torch's, conversion, compiled layers, several ranks,
@@ -94,7 +102,7 @@ test: $(if $(wildcard $(VENV)/tools.stamp),,$(VENV)/main-tests.stamp) $(VENV)/sy
 	$(BIN)/pytest -m "not cuda" -k "not inductor and not (faults and compiled)" $(MAIN_TESTS)
 
 $(VENV)/main-tests.stamp: $(TORCH_STAMP) pyproject.toml
-	$(BIN)/pip install --quiet --group wheel-test
+	$(PIP_INSTALL) --group wheel-test
 	touch $@
 
 # Warnings are errors where all is tested, and never in a user's build: a newer compiler has new ones.

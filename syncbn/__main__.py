@@ -46,9 +46,28 @@ def make_model(name: str) -> nn.Module:
     if "." in name:
         make = pkgutil.resolve_name(name)
     else:
-        make = importlib.import_module("torchvision.models").get_model_builder(name)
+        try:
+            models = importlib.import_module("torchvision.models")
+        except ImportError as error:
+            raise ImportError(
+                "a name without a dot is a model of torchvision, which cannot be imported "
+                f"({error}); pip install torchvision, or give a dotted path"
+            ) from None
+        make = models.get_model_builder(name)
+    parameters = inspect.signature(make).parameters
+    needed = [
+        parameter.name
+        for parameter in parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    if needed:
+        raise TypeError(
+            f"it needs arguments ({', '.join(needed)}); write a function that calls it with them, "
+            "and give the path of the function"
+        )
     # By default torchvision's detectors download these.
-    downloads = {"weights_backbone"} & inspect.signature(make).parameters.keys()
+    downloads = {"weights_backbone"} & parameters.keys()
     model = make(**dict.fromkeys(downloads))
     if not isinstance(model, nn.Module):
         raise TypeError(f"expected it to return a torch.nn.Module, but got {type(model).__name__}")
@@ -88,7 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m syncbn", description="Describe this build, or a model's layers."
     )
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser.add_argument("--version", action="version", version=f"syncbn {build_info['version']}")
+    commands = parser.add_subparsers(dest="command")
     commands.add_parser("info", help="print the facts for a bug report")
     about = "print which layers of a model convert and fuse, and the reason why others stay"
     explainer = commands.add_parser("explain", help=about, description=about)
@@ -99,6 +119,9 @@ def main() -> None:
         "function that makes a model without arguments, such as package.module.Model",
     )
     args = parser.parse_args()
+    if args.command is None:
+        parser.print_help()
+        return
     if args.command == "info":
         for name, value in info().items():
             print(f"{name + ':':<16}{value}")

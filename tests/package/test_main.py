@@ -76,7 +76,7 @@ def test_explain_downloads_no_weights(run, monkeypatch):
         ("models.missing", "has no attribute 'missing'"),
         ("nowhere.model", "No module named 'nowhere'"),
         ("models.number", "expected it to return a torch.nn.Module, but got int"),
-        ("models.wide", "missing 1 required positional argument"),
+        ("models.wide", "it needs arguments (width); write a function that calls it with them"),
         ("models.lazy", "does not know its number of channels"),
     ],
 )
@@ -84,6 +84,20 @@ def test_model_that_cannot_be_explained_is_a_sentence(run, capsys, model, words)
     with pytest.raises(SystemExit, match="2"):
         run("explain", model)
     assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_explain_says_that_a_name_is_torchvisions(run, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchvision.models", None)
+    with pytest.raises(SystemExit, match="2"):
+        run("explain", "resnet18")
+    assert "pip install torchvision, or give a dotted path" in capsys.readouterr().err
+
+
+def test_version_and_help_without_a_command(run, capsys):
+    assert "info" in run() and "explain" in run()
+    with pytest.raises(SystemExit, match="0"):
+        run("--version")
+    assert capsys.readouterr().out == f"syncbn {syncbn.__version__}\n"
 
 
 @pytest.mark.parametrize(
