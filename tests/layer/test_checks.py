@@ -194,6 +194,7 @@ def test_device_is_checked_after_a_pass_on_another(monkeypatch):
     monkeypatch.setattr(checks.fallback, "check_device", devices.append)
     layer = SyncBatchNorm(3)
     layer(X)
+    devices.clear()
     layer.to("meta")(X.to("meta"))
     assert devices == [torch.device("meta")]
 

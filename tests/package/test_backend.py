@@ -37,7 +37,7 @@ def install(environment, versions):
 @pytest.mark.trouble(
     "“needs setuptools 77.0.3 or later to be built”",
     "`--no-build-isolation` builds with the installed packages; one is missing or too old",
-    f"`{TOOLS}`",
+    '`pip install torch ninja "setuptools>=77.0.3,<82"`',
 )
 @pytest.mark.parametrize(
     ("versions", "words"),

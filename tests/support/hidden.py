@@ -17,6 +17,7 @@ NOT_RUN = {
     "tests/layer/test_plain.py": "has devices of its own",
     "tests/layer/test_hidden.py": "runs what runs here",
     "tests/ranks/test_plain_ranks.py": "has devices of its own",
+    "tests/ranks/test_restart.py": "starts processes in which no operator is hidden",
     "tests/operators/test_activations.py::test_arguments_that_do_not_fit": "the layer checks",
     "tests/operators/test_batch_norm_apply.py::test_aborted_rank_is_an_error_or_nan_and_changes"
     "_nothing": "sums without a tail are not verified",
