@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from traceback import walk_tb
-from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,9 +28,7 @@ if TYPE_CHECKING:
 # Under our names.
 __all__ = ["BatchNormBase", "DynamicInt", "FakeTensor", "without_dispatch_modes"]
 
-
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
-
 
 # Tracers, transforms, autograd.
 
@@ -53,7 +50,6 @@ _RECORDING_MODES = (
     torch._C._TorchDispatchModeKey.PROXY,
     torch._C._TorchDispatchModeKey.FUNCTIONAL,
 )
-
 
 # Within it tensors of subclasses are handled as plain ones.
 without_torch_function = torch._C.DisableTorchFunctionSubclass
@@ -162,14 +158,14 @@ def is_zero_tensor(value: object) -> bool:
 
 def is_of_dispatch_mode(error: BaseException) -> bool:
     """Whether the code of a dispatch mode has raised the error, and no operator that it called."""
-    frames = [frame.f_code for frame, _ in walk_tb(error.__traceback__)]
     operator = torch._ops.OpOverload.__call__.__code__
-    last = next((code for code in reversed(frames) if code is operator or _is_mode(code)), operator)
-    return last is not operator
-
-
-def _is_mode(code: CodeType) -> bool:
-    return code.co_name == "__torch_dispatch__"
+    is_of_mode = False
+    for frame, _ in walk_tb(error.__traceback__):  # the last of them decides
+        if frame.f_code is operator:
+            is_of_mode = False
+        elif frame.f_code.co_name == "__torch_dispatch__":
+            is_of_mode = True
+    return is_of_mode
 
 
 def saved_tensors_hooks() -> Any:
@@ -197,9 +193,7 @@ def is_in_cuda_graph(tensor: Tensor) -> bool:
 
 def resolve_process_group(name: str) -> "ProcessGroup":
     """Return the group of a name; RuntimeError if there is none."""
-    resolve: Any = torch._C._distributed_c10d._resolve_process_group
-    group: ProcessGroup = resolve(name)
-    return group
+    return torch._C._distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def is_registered(group: "ProcessGroup") -> bool:
@@ -215,26 +209,16 @@ def device_types(group: "ProcessGroup") -> set[str]:
 def is_initialized(device_type: str) -> bool:
     """Whether this process has begun to use devices of the type."""
     module = getattr(torch, device_type, None)
-    return module is not None and bool(getattr(module, "is_initialized", lambda: False)())
+    return bool(getattr(module, "is_initialized", lambda: False)())
 
 
 def backend_name(group: "ProcessGroup", device: torch.device) -> str:
-    """Return the name of the backend for tensors on the device.
-
-    Raises:
-        RuntimeError: There is none.
-    """
-    backend: Any = group._get_backend(device)
-    name: str = backend.name()
-    return name
+    """Return the name of the backend for tensors on the device; RuntimeError if there is none."""
+    return group._get_backend(device).name()
 
 
 def count_operations(group: "ProcessGroup", device: torch.device) -> int:
-    """Return the number of operations that the backend has counted.
-
-    Raises:
-        RuntimeError: The backend does not count them.
-    """
+    """Return the number of operations that the backend has counted; RuntimeError if it does not."""
     backend: Any = group._get_backend(device)
     number: int = backend._get_sequence_number_for_group()
     return number
@@ -243,11 +227,9 @@ def count_operations(group: "ProcessGroup", device: torch.device) -> int:
 def timeout_of(group: "ProcessGroup", device: torch.device) -> timedelta:
     """Return the timeout of the group's collectives on this device; torch's default if unknown."""
     try:
-        backend: Any = group._get_backend(device)
-        timeout: timedelta = backend.options._timeout
+        return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # a backend in Python; one that compares collectives
         return torch.distributed.constants.default_pg_timeout
-    return timeout
 
 
 def all_reduce(tensor: Tensor, group_name: str) -> Tensor:
@@ -312,8 +294,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 def does_as_its_class(module: nn.Module) -> bool:
     """Whether a call of the module is its class's ``forward`` and nothing more."""
-    is_own = "forward" not in module.__dict__ and not is_compiled(module)
-    return is_own and not has_hooks(module)
+    return "forward" not in module.__dict__ and not is_compiled(module) and not has_hooks(module)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -339,8 +320,7 @@ def without_compiled_code() -> contextlib.AbstractContextManager[Any]:
     """
     if "torch._dynamo" not in sys.modules:
         return contextlib.nullcontext()
-    stance: Any = torch.compiler.set_stance("force_eager")
-    return stance  # type: ignore[no-any-return]
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def is_recorded() -> bool:
