@@ -121,19 +121,16 @@ def _convert_made(
     make: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> Any:
-    return _convert_again(make(*arguments), original, takes_activation, held)
-
-
-RECONSTRUCTIONS["derived"] = _new_derived  # of pickles before "converted"
-RECONSTRUCTIONS["converted"] = _convert_made
-
-
-def _convert_again(layer: Any, original: Any, takes_activation: bool, held: dict[str, Any]) -> Any:
-    """Convert a copy that code of the user's class has made of a converted layer."""
+    """Convert a copy of a converted layer that ``make``, code of the user's class, returns."""
+    layer = make(*arguments)
     if isinstance(layer, original):
         layer.__dict__.update(held)
         set_class(layer, _derive(original, takes_activation))
     return layer
+
+
+RECONSTRUCTIONS["derived"] = _new_derived  # of pickles before "converted"
+RECONSTRUCTIONS["converted"] = _convert_made
 
 
 def _constructor(original: type[nn.Module], takes_activation: bool) -> Callable[..., None]:
@@ -152,7 +149,7 @@ def _converted_copy(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def copy(layer: Any, *memo: Any) -> Any:
-        return _convert_again(method(layer, *memo), *_conversion_of(layer))
+        return _convert_made(*_conversion_of(layer), method, (layer, *memo))
 
     return copy
 
