@@ -30,12 +30,10 @@ def restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
         for module, cls, attributes, children in held:
             if type(module) is not cls:
                 set_class(module, cls)
-            for current, before in (
-                (vars(module), attributes),
-                (_compat.children(module), children),
-            ):
-                current.clear()
-                current.update(before)
+            vars(module).clear()
+            vars(module).update(attributes)
+            _compat.children(module).clear()
+            _compat.children(module).update(children)
         raise
 
 
