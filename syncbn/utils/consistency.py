@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from syncbn._compat import check_module
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.modules import SyncBatchNorm
@@ -50,23 +49,21 @@ def check_synchronized(model: nn.Module) -> None:
         >>> model = convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))
         >>> check_synchronized(model)
     """
-    check_module(model)
     no_layers: ValueError | None = None
     layers: dict[str, SyncBatchNorm] = {}
+    tables: dict[ProcessGroup, Table] = {}
     try:
         layers = layers_of(model)
     except ValueError as error:  # for the report of ranks that have layers
         no_layers = error
-    tables: dict[ProcessGroup, Table] = {}
+        default = collectives.resolve_group(None)
+        if default is not None:
+            tables[default] = {}
     for name, layer in layers.items():
         if collectives.is_member(layer.process_group):
             group = collectives.resolve_group(layer.process_group)
             if group is not None:
                 tables.setdefault(group, {}).update(_contents(name, layer))
-    if not layers:
-        default = collectives.resolve_group(None)
-        if default is not None:
-            tables[default] = {}
     # In an order that does not depend on the model: ranks may have different models.
     ordered = sorted(tables.items(), key=lambda item: collectives.name_of(item[0]))
     are_equal = collectives.are_equal([(group, _digest(table)) for group, table in ordered])
@@ -118,19 +115,13 @@ def _differences(tables: dict[int, Table]) -> list[str]:
         # The value of the most ranks; of two as frequent values, the lowest rank's.
         usual = max(holders, key=lambda content: len(holders[content]))
         layer, tensor = key
-        others = [
-            _difference(content, usual, ranks)
-            for content, ranks in holders.items()
-            if content != usual
-        ]
-        lines.append(f"layer {layer!r}: {tensor} is {_holding(usual)} on {_ranks(holders[usual])}")
-        lines[-1] += "".join(f", {other}" for other in others)
+        usual_kind = _holding(usual)
+        line = f"layer {layer!r}: {tensor} is {usual_kind} on {_ranks(holders.pop(usual))}"
+        for content, ranks in holders.items():
+            kind = _holding(content)
+            line += f", {'of other values' if kind == usual_kind else kind} on {_ranks(ranks)}"
+        lines.append(line)
     return lines or ["the layers stand in another order on some ranks"]
-
-
-def _difference(content: Content | None, usual: Content | None, ranks: list[int]) -> str:
-    same_kind = content is not None and usual is not None and content.kind == usual.kind
-    return f"{'of other values' if same_kind else _holding(content)} on {_ranks(ranks)}"
 
 
 def _holding(content: Content | None) -> str:
