@@ -55,7 +55,7 @@ def entry(forward: ForwardT, has_begun: Callable[[Any, Exception], bool] = _has_
     def leaf_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else next(iter(kwargs.values()), None)
         if type(first) is not Tensor and isinstance(first, proxy):
-            tracer: Any = (*args, *kwargs.values())[0].tracer
+            tracer: Any = first.tracer
             runs_this = type(layer).forward is leaf_forward and "forward" not in vars(layer)
             if runs_this and tracer.root is not layer and not _compat.has_forward_hooks(layer):
                 name = tracer.path_of_module(layer)
@@ -313,9 +313,7 @@ class SyncBatchNorm(BatchNormBase):
             and torch.compiler.is_compiling()
             and not _compat.is_exporting()
         ):
-            return _run_uncompiled(  # type: ignore[no-any-return]
-                self, input, residual, activation, negative_slope, mask
-            )
+            return _run_uncompiled(self, input, residual, activation, negative_slope, mask)
         try:
             parameters, buffers = getattr(self, PARAMETERS), getattr(self, BUFFERS)
             try:  # takes less time than to ask the module for each
@@ -432,13 +430,13 @@ def _warn_of_replicas() -> None:
     )
 
 
-def _run(layer: SyncBatchNorm, *arguments: Any) -> Tensor:
+_NO_NAME = "its process group has no name, which a graph would hold"
+
+
+@functools.partial(_compat.uncompiled, reason=_NO_NAME)
+def _run_uncompiled(layer: SyncBatchNorm, *arguments: Any) -> Tensor:
     warnings.warn(f"a SyncBatchNorm layer runs uncompiled: {_NO_NAME}", stacklevel=2)
     return layer._syncbn_forward(*arguments)
-
-
-_NO_NAME = "its process group has no name, which a graph would hold"
-_run_uncompiled = _compat.uncompiled(_run, _NO_NAME)
 
 
 class SyncBatchNorm1d(SyncBatchNorm, BatchNorm1d):
