@@ -46,9 +46,8 @@ class BatchNorm(BatchNormBase):
             if self.momentum is None:  # the counter is 0 if no value has been valid yet
                 momentum = 1.0 / max(float(self.num_batches_tracked), 1.0)
         by_batch = self.training or (self.running_mean is None and self.running_var is None)
-        positions = mask
+        positions = mask if mask is None or mask.dim() == input.dim() else mask.unsqueeze(1)
         if positions is not None:
-            positions = positions if positions.dim() == input.dim() else positions.unsqueeze(1)
             input = torch.where(positions, input, 0.0)
             residual = residual if residual is None else torch.where(positions, residual, 0.0)
         if positions is not None and by_batch:
