@@ -291,11 +291,7 @@ def _check_missing(
 
 
 def _input_of(batch: object) -> Tensor:
-    """Return the tensor of a batch that the model is called with.
-
-    Raises:
-        TypeError: The batch does not hold it.
-    """
+    """Return the tensor in a batch, for the call of the model; TypeError if there is none."""
     first = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
     if isinstance(first, Tensor):
         return first
