@@ -214,7 +214,7 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     )
     for name, layer in layers:
         block = _compat.compiled_original(layer) or layer
-        if _undo_of(block) is not None and (block is not layer or _compat.is_compiled(block)):
+        if _is_fused(block) and (block is not layer or _compat.is_compiled(block)):
             raise ValueError(
                 f"the module {name!r} has been fused and then compiled by itself, so that its old "
                 "code would go on to run; revert the model first and compile after that"
@@ -256,21 +256,19 @@ def _desynchronize(layer: nn.Module) -> None:
     set_class(layer, cls)
 
 
-def _undo_of(module: nn.Module | None) -> Callable[[Any], nn.Module] | None:
-    """Return the method by which a module that fusion has made gives back the original one."""
-    return getattr(type(module), "_syncbn_undo", None)
+def _is_fused(module: nn.Module | None) -> bool:
+    """Whether fusion has made the module, which then has a method that returns the original one."""
+    return hasattr(type(module), "_syncbn_undo")
 
 
-def _undo_fusion(model: nn.Module) -> None:
+def _undo_fusion(model: Any) -> None:
     for module in list(model.modules()):
-        undo = _undo_of(module)
-        if undo is not None:
-            undo(module)
-        children = _compat.children(module)
+        if _is_fused(module):
+            module._syncbn_undo()
+        children: dict[str, Any] = _compat.children(module)
         for name, child in children.items():
-            undo = _undo_of(child)
-            if undo is not None:
-                children[name] = undo(child)
+            if _is_fused(child):
+                children[name] = child._syncbn_undo()
 
 
 def _modules_to_visit(
