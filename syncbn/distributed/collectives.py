@@ -61,7 +61,7 @@ def is_group(process_group: object) -> bool:
     """Whether :func:`checked_group` accepts the object as a group."""
     try:
         checked_group(process_group)
-    except TypeError:
+    except (TypeError, ValueError):
         return False
     return True
 

@@ -322,6 +322,28 @@ def test_mesh_of_one_dimension_stands_for_its_group(ranks):
                 torch.testing.assert_close(output, expected[rank])
 
 
+class Meshed(nn.BatchNorm1d):
+    """A user's layer that has a mesh in an attribute of this name."""
+
+    def __init__(self, mesh):
+        super().__init__(3)
+        self.process_group = mesh
+
+
+def convert_with_a_mesh(rank, world_size):
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "dp"))
+    layer = convert_sync_batchnorm(Meshed(mesh["dp"]))
+    assert layer.process_group is mesh["dp"].get_group()
+    layer(torch.ones(2, 3) * rank)
+    with pytest.warns(UserWarning, match="left as it is"):
+        layer = convert_sync_batchnorm(Meshed(mesh))
+    assert type(layer) is Meshed and layer.process_group is mesh
+
+
+def test_mesh_of_a_users_class_is_its_group(ranks):
+    ranks(WORLD).run(convert_with_a_mesh)
+
+
 def train_outside_of_the_mesh(rank, world_size):
     mesh = dist.device_mesh.DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp",))
     return SyncBatchNorm(3, process_group=mesh).double()(share(rank)).shape
