@@ -285,6 +285,12 @@ class SyncBatchNorm(BatchNormBase):
             return text
         return text + epilogue.describe(self.activation, self.negative_slope)
 
+    def __repr__(self) -> str:
+        # A SyncBatchNorm that a program constructs prints as torch's, a converted one does not.
+        is_shown = type(self) is not SyncBatchNorm or self._syncbn.identity.name
+        is_ours = type(self).__module__ == "syncbn"
+        return ("syncbn." if is_shown and is_ours else "") + super().__repr__()
+
     @entry
     def forward(
         self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None

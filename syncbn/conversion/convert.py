@@ -151,7 +151,7 @@ def _synchronize(
         state = layer._syncbn.with_name(name) if name else layer._syncbn
         attributes["_syncbn"] = state if group is None else state.with_group(group)
     elif cls is not None:
-        held = collectives.checked_group(attributes.get("process_group"))
+        held = collectives.group_of_mesh(attributes.get("process_group"))
         if isinstance(layer, TorchSyncBatchNorm):
             del attributes["process_group"]
         set_class(layer, cls)

@@ -71,8 +71,10 @@ def test_layers_become_ours_and_keep_everything():
     assert converted[2][1].training and not converted[2][1].affine
     assert converted[4].momentum is None and converted[5].eps == 1e-3
     assert converted[5].weight.dtype == torch.float64
-    for kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "Renamed"):
-        text = text.replace(f" {kind}(", f" Sync{kind}(")
+    for kind in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d"):
+        text = text.replace(f" {kind}(", f" syncbn.Sync{kind}(")
+    text = text.replace(" SyncBatchNorm(", " syncbn.SyncBatchNorm(")
+    text = text.replace(" Renamed(", " SyncRenamed(")
     assert str(converted) == text
 
 

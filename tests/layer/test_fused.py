@@ -297,7 +297,10 @@ def test_slopes_that_are_refused(slope):
         SyncBatchNorm(3, negative_slope="0.1")
 
 
-def test_repr_shows_what_is_not_the_default():
+def test_repr_shows_whose_it_is_and_what_is_not_the_default():
+    model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3)))
+    assert "(0): syncbn.SyncBatchNorm2d(3, eps" in str(model)
+    assert "(1): syncbn.SyncBatchNorm(3, eps" in str(model)
     assert "activation" not in repr(SyncBatchNorm(3))
     layer = SyncBatchNorm(3, activation="leaky_relu", negative_slope=0.2)
     assert repr(layer).endswith("activation='leaky_relu', negative_slope=0.2)")
