@@ -36,7 +36,7 @@ help:
 	@echo "make standin    run the tests of CUDA without a GPU, on a stand-in for the CUDA runtime"
 	@echo "make hidden     run the tests of layers without the CPU operators, as other devices do"
 	@echo "make bench      measure this machine, draw the results, write the README's table"
-	@echo "make works      run what the table in docs/pytorch2.md shows, with two torches, and write it"
+	@echo "make works      run what the table in docs/works shows, with two torches, and write it"
 	@echo "make docs       build the documentation site in build/site; a broken link is an error"
 	@echo "make gpu-check  build in place, test and measure on a GPU; installs nothing"
 	@echo "make sanitize   the operators with g++'s address, undefined and thread sanitizers"

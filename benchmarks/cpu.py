@@ -78,7 +78,7 @@ def timing_rows(suite_name: str, allocator: str) -> Iterator[Row]:
                 yield from case_rows("operators", case, operator_samples(case, setting), setting)
         if allocator == "tuned":
             yield from fused_rows(setting)
-            yield from sweep_rows(setting)
+        yield from sweep_rows(setting)
         yield from overhead_rows(setting, host_clock, [STEP])
     torch.set_num_threads(every)
 

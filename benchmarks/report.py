@@ -3,7 +3,6 @@
 They show training steps of layers with all threads. Tables need only Python.
 """
 
-import statistics
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -26,10 +25,17 @@ COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_la
 ABOVE_ALL = (
     "A layer's forward and backward pass: 2.00x takes half the time; a blank cell was not measured."
 )
-OF_DEVICE = "Relative to {theirs}, on {device} {how}, {date}:"
+OF_DEVICE = "Relative to {theirs}, on {device} {how}, {date}{brackets}:"
+OF_ALLOCATOR = (
+    ", in brackets with [an allocator that keeps freed memory]({root}docs/cost.md#memory)"
+)
+OF_STEP = (
+    "A training step of {net}, {images} images of {pixels} pixels, {dtype}, on {device} {how}, "
+    "{date}:"
+)
 ABOVE = (
-    "Speed of one layer's forward and backward pass on a {processor}, relative to {theirs}: 2.00x "
-    "takes half the time."
+    "Speed of one layer's forward and backward pass on a {processor}, relative to "
+    "{theirs}{brackets}: 2.00x takes half the time."
 )
 # Sentences below the tables.
 ORIGIN = (
@@ -44,17 +50,13 @@ ON_CPU = (
 )
 OF_SWEEP = (
     "`sweep` is the geometric mean over shapes of {nets}; single shapes range from {low:.2f} to "
-    "{high:.2f}."
+    "{high:.2f} with the system's allocator."
 )
 ON_CUDA = (
     "ResNet-50 is the sum of its 53 batch norm layers for 32 or 256 images, `memory` are tensors "
     "larger than the caches. Each layer is called by itself, so the host bounds the time of small "
     "ones: of ResNet-50 x32, maps 7x7, 2-D, 17 channels and the small layer, and of a part of "
     "ResNet-50 x256. A blank cell was not measured."
-)
-DEFAULT_ALLOCATOR = (
-    "Outputs reuse freed memory. Where the system maps each large output anew, speeds are "
-    "{low:.2f}x to {high:.2f}x (median {half:.2f}x)."
 )
 ALL = "[All figures and conditions](benchmarks/README.md)."
 LINKS = "[The figures](results/{device}.csv) also have operators."
@@ -69,7 +71,10 @@ Cells = dict[str, dict[str, float]]  # by names of line and column
 
 
 def training_steps(rows: list[Row], allocator: str = "tuned") -> list[Row]:
-    """Return the rows of layers, fused layers, sweeps and the small layer, with an allocator."""
+    """Return the rows of layers, fused layers, sweeps and the small layer, with an allocator.
+
+    A GPU has one: torch's own, which keeps freed memory.
+    """
     names = ("layer", "fused", "sweep", "overhead")
     layers = [row for name in names for row in rows if row.benchmark == name]
     threads = max(row.threads for row in layers)
@@ -93,62 +98,98 @@ def is_cuda(rows: list[Row]) -> bool:
 
 
 def text(results: list[list[Row]]) -> str:
-    """Return the README's block: tables of all CPUs and the last GPU, or how to get one."""
+    """Return the README's block: whole steps, tables of all CPUs and the last GPU, or advice."""
     if not results:
         return NO_RESULTS
-    of_gpus = [rows for rows in results if is_cuda(rows)]
+    whole = [rows for rows in results if is_of_steps(rows)]
+    layers = [rows for rows in results if not is_of_steps(rows)]
+    of_gpus = [rows for rows in layers if is_cuda(rows)]
     of_gpus.sort(key=lambda rows: (rows[0].date, rows[0].device))
-    shown = [rows for rows in results if not is_cuda(rows)] + of_gpus[-1:]
-    tables = [line for rows in shown for line in _summary(rows)]
-    return "\n".join([*_wrapped(ABOVE_ALL), "", *tables, ALL]) + "\n"
+    shown = [rows for rows in layers if not is_cuda(rows)] + of_gpus[-1:]
+    tables = [line for rows in whole for line in _steps(rows)]
+    tables += [*_wrapped(ABOVE_ALL), ""] if shown else []
+    tables += [line for rows in shown for line in _summary(rows)]
+    return "\n".join([*tables, ALL]) + "\n"
 
 
 def page(results: list[list[Row]]) -> str:
-    """Return the page's block: all figures of each device, and their conditions."""
-    return "\n".join(map(_section, results)) or NO_RESULTS
+    """Return the page's block: all figures of layers on each device, and their conditions."""
+    return "\n".join(_section(rows) for rows in results if not is_of_steps(rows)) or NO_RESULTS
+
+
+def is_of_steps(rows: list[Row]) -> bool:
+    """Whether results are of whole training steps."""
+    return rows[0].benchmark.startswith("steps")
+
+
+def _steps(rows: list[Row]) -> list[str]:
+    """Return a table of the last case: milliseconds by variant and mode, and on a GPU the peak."""
+    case = [row for row in rows if row.shape == rows[-1].shape and row.case == rows[-1].case]
+    last, modes = case[-1], list(dict.fromkeys(row.benchmark for row in case))
+    cells = {(row.variant, row.benchmark, row.quantity): row for row in case}
+    on_gpu = ("BatchNorm2d", modes[0], "peak of memory") in cells
+    how = "in a group of one rank over NCCL" if on_gpu else "with one thread for each of two ranks"
+    images, _, pixels, _ = last.shape.split("x")
+    heading = OF_STEP.format(
+        net=last.case,
+        images=images,
+        pixels=f"{pixels}x{pixels}",
+        dtype=last.dtype,
+        device=last.device,
+        how=how,
+        date=last.date,
+    )
+    lines = [*_wrapped(heading), ""]
+    lines += [f"| | {' | '.join(mode.removeprefix('steps, ') for mode in modes)} |"]
+    lines += ["|---|" + "---|" * len(modes)]
+    for variant in dict.fromkeys(row.variant for row in case):
+        texts = []
+        for mode in modes:
+            step = cells.get((variant, mode, "step"))
+            text = "" if step is None else f"{step.median:.{0 if step.median >= 99.5 else 1}f} ms"
+            if step is not None and on_gpu:
+                text += f", {cells[variant, mode, 'peak of memory'].median:.0f} MiB"
+            texts.append(text)
+        lines.append(f"| {variant} | {' | '.join(texts)} |")
+    return [*lines, ""]
 
 
 def _summary(rows: list[Row]) -> list[str]:
-    return [*_wrapped(OF_DEVICE.format(**_setting(rows))), "", *_table("input", rows, CASES), ""]
+    setting = _setting(rows, root="")
+    return [*_wrapped(OF_DEVICE.format(**setting)), "", *_table("input", rows, CASES), ""]
 
 
 def _section(rows: list[Row]) -> str:
-    steps, setting = training_steps(rows), _setting(rows)
+    steps, setting = training_steps(rows), _setting(rows, root="../")
     cases = {name: name for name in map(case_name, steps)}
     below = [ORIGIN, ON_CUDA if is_cuda(rows) else ON_CPU]
-    sweeps = [row for row in steps if row.benchmark == "sweep" and row.variant == RATIO]
+    default = training_steps(rows, "default")
+    sweeps = [row for row in default if row.benchmark == "sweep" and row.variant == RATIO]
     if sweeps:
         nets = ", ".join(dict.fromkeys(row.case for row in sweeps if row.case != "sweep"))
         low, high = min(row.q1 for row in sweeps), max(row.q3 for row in sweeps)
         below.append(OF_SWEEP.format(nets=nets, low=low, high=high))
-    below += [*_default_allocator(rows, tuple(cases)), LINKS]
+    below.append(LINKS)
     lines = [f"## {setting['device']}", "", *_wrapped(ABOVE.format(**setting)), ""]
     lines += [*_table("case", rows, cases), "", *_wrapped(" ".join(below).format(**setting)), ""]
     return "\n".join([*lines, PICTURE.format(**setting)]) + "\n"
 
 
-def _setting(rows: list[Row]) -> dict[str, str | float]:
-    """Return the fields of the sentences."""
+def _setting(rows: list[Row], root: str) -> dict[str, str | float]:
+    """Return the fields of the sentences; ``root`` is the way to the repository's folder."""
     steps = training_steps(rows)
     noise = max(abs(row.median - 1) for row in steps if row.variant == "syncbn again/syncbn")
     setting = {name: getattr(steps[0], name) for name in ("device", "date", "commit", "torch")}
+    brackets = ""
     if is_cuda(rows):
         processor, theirs = "GPU", "`torch.nn.SyncBatchNorm`"
-        how = "in a group of one rank over NCCL"
+        how = "in a group of one rank over NCCL, in which both were made to synchronize"
     else:
+        brackets = OF_ALLOCATOR.format(root=root)
         processor, theirs = "CPU", "torch's `BatchNorm`"
         how = f"with {steps[0].threads} threads, in one process"
-    return setting | {"noise": noise, "processor": processor, "theirs": theirs, "how": how}
-
-
-def _default_allocator(rows: list[Row], cases: tuple[str, ...]) -> list[str]:
-    """Return the sentence about newly mapped outputs, if they were measured."""
-    figures = _figures(training_steps(rows, "default"), cases)
-    if not figures:
-        return []
-    speeds = [row.median for row in figures]
-    half = statistics.median(speeds)
-    return [DEFAULT_ALLOCATOR.format(low=min(speeds), high=max(speeds), half=half)]
+    fields = {"noise": noise, "processor": processor, "theirs": theirs, "how": how}
+    return setting | fields | {"brackets": brackets}
 
 
 def _wrapped(sentences: str) -> list[str]:
@@ -157,15 +198,24 @@ def _wrapped(sentences: str) -> list[str]:
 
 def _table(first: str, rows: list[Row], cases: dict[str, str]) -> list[str]:
     """Return the lines of a table; ``cases`` maps names to displayed ones."""
-    figures = _figures(training_steps(rows), tuple(cases))
+    tuned = _figures(training_steps(rows), tuple(cases))
+    default = _figures(training_steps(rows, "default"), tuple(cases))
+    speeds = {(case_name(row), row.shape, column(row)): row.median for row in default}
     lines = [
         f"| {first} | shape | {' | '.join(COLUMNS)} |",
         "|---|---|" + "---|" * len(COLUMNS),
     ]
     for case, displayed in cases.items():
-        of_case = {column(row): row for row in figures if case_name(row) == case}
+        of_case = {column(row): row for row in tuned if case_name(row) == case}
         for shape in dict.fromkeys(row.shape for row in of_case.values()):
-            cells = [f"{of_case[name].median:.2f}x" if name in of_case else "" for name in COLUMNS]
+            cells = []
+            for name in COLUMNS:
+                key = (case, shape, name)
+                cell = f"{speeds[key]:.2f}x" if key in speeds else ""
+                if name in of_case:
+                    speed = f"{of_case[name].median:.2f}x"
+                    cell = f"{cell} ({speed})".lstrip() if default else speed
+                cells.append(cell)
             lines.append(f"| {displayed} | {shape} | {' | '.join(cells)} |")
     return lines
 

@@ -8,13 +8,11 @@ makes its collectives all the same. On CPUs, float32, and two ranks over gloo of
 
 import argparse
 import contextlib
-import csv
 import math
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks.results import device_slug
+from benchmarks.results import Row, Spread, device_slug, spread, stamp, write
 from syncbn import convert_sync_batchnorm
 from syncbn._compat import count_operations
 
@@ -94,14 +92,43 @@ MODES = {"cuda": ("eager", "compiled", "reduce-overhead"), "cpu": ("eager", "com
 
 
 class Measured(NamedTuple):
-    """A variant's step in one mode: medians, and the collectives that were counted."""
+    """A variant's step in one mode, and the collectives that were counted."""
 
     variant: str
     mode: str
-    milliseconds: float
-    host_milliseconds: float
+    milliseconds: Spread
+    host_milliseconds: Spread
     mebibytes: float  # the peak of memory on a GPU; NaN on a CPU
     collectives: int
+
+    def rows(self, case: Case, device: torch.device, rounds: int) -> Iterator[Row]:
+        """Yield the rows of results."""
+        on_gpu = device.type == "cuda"
+        peak, sent = spread([self.mebibytes]), spread([self.collectives])
+        for quantity, found, unit in (
+            ("step", self.milliseconds, "ms"),
+            ("host", self.host_milliseconds, "ms"),
+            ("peak of memory", peak, "MiB"),
+            ("collectives", sent, "calls"),
+        ):
+            if on_gpu or quantity in ("step", "collectives"):
+                yield Row(
+                    benchmark=f"steps, {self.mode}",
+                    case=f"ResNet-{case.depth}",
+                    dtype="bfloat16" if on_gpu else "float32",
+                    layout="channels_last" if on_gpu else "contiguous",
+                    shape=f"{case.images}x3x{case.pixels}x{case.pixels}",
+                    threads=torch.get_num_threads(),
+                    allocator="default",
+                    quantity=quantity,
+                    variant=self.variant,
+                    kind="counted" if unit == "calls" else "measured",
+                    median=found.median,
+                    q1=found.q1,
+                    q3=found.q3,
+                    unit=unit,
+                    repeats=rounds,
+                )
 
 
 class Step:
@@ -210,7 +237,7 @@ def measure(case: Case, modes: Sequence[str], device: torch.device, rounds: int)
             for step, of_step in zip(steps, times, strict=True):
                 of_step.append(step.clock())
         for step, of_step in zip(steps, times, strict=True):
-            whole, host = (statistics.median(column) for column in zip(*of_step, strict=True))
+            whole, host = (spread(column) for column in zip(*of_step, strict=True))
             sent, layers = step.collectives(), count_layers(step.model)
             is_replayed = mode == "reduce-overhead"  # by the device, which no backend counts
             expected = 2 * layers if step.variant == "syncbn, group" and not is_replayed else None
@@ -240,20 +267,18 @@ def run_rank(rank: int, device_type: str, store: str, rounds: int, tiny: bool, o
     backend = "nccl" if device_type == "cuda" else "gloo"
     url = f"file://{store}"
     dist.init_process_group(backend, init_method=url, rank=rank, world_size=world)
-    rows = []
+    rows: list[Row] = []
     modes = MODES[device_type][: 1 if tiny else None]  # a compilation takes a minute
     for case in [TINY] if tiny else CASES[device_type]:
         measured = measure(case, modes, device, rounds)
-        rows += [(str(case), *values) for values in measured]
+        rows += [row for found in measured for row in found.rows(case, device, rounds)]
         if rank == 0:
             print_table(case, measured)
     if rank == 0 and output:
         path = Path(output) / f"steps-{device_slug(device_type)}.csv"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(("case", *Measured._fields))
-            writer.writerows(rows)
+        path.unlink(missing_ok=True)
+        write(path, stamp(rows, device_type))
         print(path)
     dist.destroy_process_group()
 
@@ -272,8 +297,8 @@ def print_table(case: Case, measured: list[Measured]) -> None:
         for mode in modes:
             cell, m = "not measured", by_mode.get(mode)
             if m is not None:
-                of_gpu = f" ({m.host_milliseconds:.1f}), {m.mebibytes:.0f}" if is_on_gpu else ""
-                cell = f"{m.milliseconds:.1f}{of_gpu}, {m.collectives}"
+                host = f" ({m.host_milliseconds.median:.1f}), {m.mebibytes:.0f}"
+                cell = f"{m.milliseconds.median:.1f}{host if is_on_gpu else ''}, {m.collectives}"
             cells.append(cell)
         print(f"| {variant} |", " | ".join(cells), "|", flush=True)
 

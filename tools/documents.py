@@ -3,7 +3,7 @@
 - docs/failures.md: the tested faults of tests/support/faults.py.
 - docs/troubleshooting.md: the marks ``@pytest.mark.trouble(symptom, cause, what_to_do)``. Text in
   “” is what the program says. The marks are read from the sources: no test is imported.
-- docs/pytorch2.md: docs/works/*.json. ``pytest -m works --works=docs/works`` records there the
+- docs/works/README.md: docs/works/*.json. ``pytest -m works --works=docs/works`` records there the
   outcomes of the tests marked ``works(text)`` with the installed torch. ``make works`` records them
   with the oldest and the newest torch.
 
@@ -171,14 +171,14 @@ def _outcome(tests: dict[str, dict[str, int]]) -> str:
 
 def _link(test: str) -> str:
     file, name = test.split("::")
-    return f"[{name}](../{file})"
+    return f"[{name}](../../{file})"
 
 
 # The document and the name of each generated block.
 BLOCKS = {
     ("failures.md", "table of failures"): failures,
     ("troubleshooting.md", "tables of troubles"): troubles,
-    ("pytorch2.md", "table of what works"): lambda: works(read_recordings(DOCS / "works")),
+    ("works/README.md", "table of what works"): lambda: works(read_recordings(DOCS / "works")),
 }
 
 if __name__ == "__main__":

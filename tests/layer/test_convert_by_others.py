@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.cases import make_input
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
@@ -44,12 +46,28 @@ class Doubled(nn.BatchNorm2d):
         return 2 * super().forward(input)
 
 
+def test_torchs_layer_refuses_cpus_and_ours_trains():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Linear(2, 3), nn.SyncBatchNorm(3))
+        with pytest.raises(ValueError, match="SyncBatchNorm expected input tensor to be on GPU"):
+            model(torch.ones(4, 2))
+        with pytest.raises(ValueError, match="SyncBatchNorm layers only work with GPU modules"):
+            DistributedDataParallel(model)(torch.ones(4, 2))
+        DistributedDataParallel(convert_sync_batchnorm(model))(torch.ones(4, 2))
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("package", ["torch", "timm"])
 @pytest.mark.parametrize("cls", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, Doubled])
 @pytest.mark.trouble(
-    "The layers are `torch.nn.SyncBatchNorm` in spite of the conversion; DDP refuses them on CPUs",
-    "Another converter ran after `convert_sync_batchnorm`, often a framework's switch",
-    "Switch that off, or convert again as the last one. [Frameworks](integrations.md)",
+    "“SyncBatchNorm layers only work with GPU modules” or “SyncBatchNorm expected input tensor to "
+    "be on GPU”",
+    "The layers are `torch.nn.SyncBatchNorm`, which does not train on CPUs: syncbn has not "
+    "converted them, or another converter ran later, often a framework's switch",
+    "Call syncbn's `convert_sync_batchnorm` as the last one. [Frameworks](integrations.md)",
 )
 def test_other_converters_turn_ours_into_torchs_and_ours_turns_them_back(package, cls):
     """So ours has to be called last; docs/from_torch.md says so."""

@@ -303,7 +303,7 @@ def without_float64(rank, world_size, case):
 @pytest.mark.trouble(
     "“expected a device with float64”",
     "The device, such as Apple's MPS, cannot compute the statistics",
-    "Train on a CPU or on CUDA. [Devices](devices.md#devices-without-float64)",
+    "Train on a CPU or on CUDA. [Devices](install.md#devices-without-float64)",
 )
 def test_device_without_float64_is_an_error_in_training_alone(device, case):
     ((message, before, after),) = device.run(without_float64, case)

@@ -119,7 +119,8 @@ def test_sweeps_are_the_means_of_their_shapes(rows):
     nets = {row.case for row in parts}
     assert {row.case for row in means} == nets | {"sweep"} and len(nets) == 7
     for mean in means:
-        kind = {name: getattr(mean, name) for name in ("dtype", "layout", "threads")}
+        names = ("dtype", "layout", "threads", "allocator")
+        kind = {name: getattr(mean, name) for name in names}
         net = {} if mean.case == "sweep" else {"case": mean.case}
         speeds = [row.median for row in select(parts, **kind, **net)]
         # Rows keep five digits.
@@ -243,7 +244,8 @@ def test_whole_steps_count_their_collectives(tmp_path):
     assert result.returncode == 0, result.stderr
     (path,) = tmp_path.glob("steps-*.csv")
     with path.open(newline="") as file:
-        counted = {row["variant"]: int(row["collectives"]) for row in csv.DictReader(file)}
+        rows = [row for row in csv.DictReader(file) if row["quantity"] == "collectives"]
+    counted = {row["variant"]: int(row["median"]) for row in rows}
     # ResNet-18 has 20 layers.
     assert counted == {"BatchNorm2d": 0, "syncbn, one process": 0, "syncbn, group": 40}
 

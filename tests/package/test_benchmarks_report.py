@@ -24,8 +24,8 @@ def case(name, dtype="float32", layout="contiguous", shape=(2, 3, 4, 5)):
     return Case(name, shape, dtype, layout)
 
 
-def sweep_rows(name, mean, low, high):
-    of_case = step_rows(case(name), mean, benchmark="sweep", shape="many")
+def sweep_rows(name, mean, low, high, **columns):
+    of_case = step_rows(case(name), mean, benchmark="sweep", shape="many", **columns)
     return [replace(row, q1=low, q3=high) for row in of_case if row.variant == "torch/syncbn"]
 
 
@@ -48,6 +48,8 @@ def rows():
         *step_rows(case("memory"), 1.25, 9.99, allocator="default"),
         *step_rows(case("memory", "bfloat16"), 0.875, 9.99, allocator="default"),
         *step_rows(case("memory wide"), 9.99, 9.99, allocator="default"),
+        *sweep_rows("sweep", 1.25, 0.9, 2.0, allocator="default"),
+        *sweep_rows("some net", 1.25, 0.95, 1.5, allocator="default"),
         *step_rows(OVERHEAD, 0.65, benchmark="overhead", allocator="default"),
     ]
 
@@ -103,16 +105,48 @@ def test_compare_refuses_what_cannot_be_compared(rows):
 def test_table_of_the_readme_shows_what_it_names_and_nothing_else(rows):
     above, device, lines, below = report.text([rows]).split("\n\n")
     assert above == report.ABOVE_ALL
-    assert device == (
-        "Relative to torch's `BatchNorm`, on abacus with 8 threads, in one process, 2026-01-02:"
+    assert device.replace("\n", " ") == (
+        "Relative to torch's `BatchNorm`, on abacus with 8 threads, in one process, 2026-01-02, in "
+        "brackets with [an allocator that keeps freed memory](docs/cost.md#memory):"
     )
     assert cells(lines) == [
         ["input", "shape", *COLUMNS],
-        ["larger than the caches", "2x3x4x5", "2.00x", "", "", "1.50x"],
-        ["geometric mean over nets", "many", "1.50x", "", "", ""],
-        ["tiny", "8x16x4x4", "0.75x", "", "", ""],
+        ["larger than the caches", "2x3x4x5", "1.25x (2.00x)", "", "0.88x", "(1.50x)"],
+        ["geometric mean over nets", "many", "1.25x (1.50x)", "", "", ""],
+        ["tiny", "8x16x4x4", "0.65x (0.75x)", "", "", ""],
     ]
     assert below == "[All figures and conditions](benchmarks/README.md).\n"
+
+
+def steps(mode, variant, **quantities):
+    """Return rows of whole steps."""
+    (row, *_) = step_rows(case("ResNet-18", shape=(16, 3, 112, 112)), 1.0)
+    row = replace(row, benchmark=f"steps, {mode}", variant=variant, allocator="default")
+    return [replace(row, quantity=n.replace("_", " "), median=v) for n, v in quantities.items()]
+
+
+def test_whole_steps_come_first(rows):
+    of_cpu = [
+        *steps("eager", "BatchNorm2d", step=106.4, collectives=0),
+        *steps("compiled", "BatchNorm2d", step=99.96, collectives=0),
+        *steps("eager", "syncbn, group", step=7.04, collectives=40),
+    ]
+    heading, lines, above, *_ = report.text([rows, of_cpu]).split("\n\n")
+    assert heading.replace("\n", " ") == (
+        "A training step of ResNet-18, 16 images of 112x112 pixels, float32, on abacus with one "
+        "thread for each of two ranks, 2026-01-02:"
+    )
+    assert cells(lines) == [
+        ["", "eager", "compiled"],
+        ["BatchNorm2d", "106 ms", "100 ms"],
+        ["syncbn, group", "7.0 ms", ""],
+    ]
+    assert above == report.ABOVE_ALL
+
+
+def test_whole_steps_on_a_gpu_tell_their_memory():
+    of_gpu = steps("eager", "BatchNorm2d", step=21.14, **{"peak of memory": 4100.4})
+    assert "| BatchNorm2d | 21.1 ms, 4100 MiB |" in report.text([of_gpu])
 
 
 def test_page_shows_all_cases(rows):
@@ -120,20 +154,19 @@ def test_page_shows_all_cases(rows):
     assert heading == "## abacus" and above.startswith("Speed of one layer's")
     assert cells(lines) == [
         ["case", "shape", *COLUMNS],
-        ["2-D", "4x5", "1.00x", "", "", ""],
-        ["memory", "2x3x4x5", "2.00x", "", "", "1.50x"],
-        ["memory wide", "2x3x4x5", "9.99x", "", "", ""],
-        ["sweep", "many", "1.50x", "", "", ""],
-        ["some net", "many", "1.50x", "", "", ""],
-        ["small layer", "8x16x4x4", "0.75x", "", "", ""],
+        ["2-D", "4x5", "(1.00x)", "", "", ""],
+        ["memory", "2x3x4x5", "1.25x (2.00x)", "", "0.88x", "(1.50x)"],
+        ["memory wide", "2x3x4x5", "9.99x (9.99x)", "", "", ""],
+        ["sweep", "many", "1.25x (1.50x)", "", "", ""],
+        ["some net", "many", "1.25x (1.50x)", "", "", ""],
+        ["small layer", "8x16x4x4", "0.65x (0.75x)", "", "", ""],
     ]
     words = " ".join(below.split())
     assert (
         "Measured on abacus with 8 threads, in one process, on 2026-01-02 at commit abcdef0 with "
         "torch 2.11.0; repeated measurements differ by up to 4%."
     ) in words
-    assert "shapes of some net; single shapes range from 0.97 to 3.00." in words
-    assert "speeds are 0.65x to 9.99x (median 1.06x)." in words
+    assert "shapes of some net; single shapes range from 0.90 to 2.00 with" in words
     assert "(results/abacus.csv)" in words and "(results/abacus.png)" in picture
 
 
@@ -182,4 +215,4 @@ def test_results_are_drawn_beside_them(results):
 
 
 def test_stored_results_have_their_picture_and_no_other():
-    assert {p.stem for p in RESULTS.glob("*.png")} == {p.stem for p in RESULTS.glob("*.csv")}
+    assert {p.stem for p in RESULTS.glob("*.png")} == {p.stem for p in RESULTS.glob("[!s]*.csv")}

@@ -154,7 +154,7 @@ def test_table_says_what_became_of_the_tests(sample):
         "expected to fail": "fails",
     }
     assert all(cells[0] == cells[1] for cells in rows.values())
-    assert rows["passing"][2] == "[test_passes](../test_sample.py) |"
+    assert rows["passing"][2] == "[test_passes](../../test_sample.py) |"
 
 
 def test_recordings_of_different_or_unrun_tests_are_refused(sample):

@@ -132,9 +132,9 @@ def test_nothing_is_fetched_from_elsewhere(site):
 
 
 WRONG = [  # in which file, what, and the words of the complaint
-    ("docs/choosing.md", "[gone](gone.md)", "'gone.md', but the target is not found"),
-    ("docs/choosing.md", "[gone](../tests/gone.py)", "'../tests/gone.py', but the target"),
-    ("docs/choosing.md", "[gone](fusion.md#gone)", "does not contain an anchor '#gone'"),
+    ("docs/statistics.md", "[gone](gone.md)", "'gone.md', but the target is not found"),
+    ("docs/statistics.md", "[gone](../tests/gone.py)", "'../tests/gone.py', but the target"),
+    ("docs/statistics.md", "[gone](fusion.md#gone)", "does not contain an anchor '#gone'"),
     ("CONTRIBUTING.md", "[gone](docs/gone.md)", "'docs/gone.md', but the target is not found"),
     ("docs/new.md", "# Not in the navigation", "new.md"),
 ]
@@ -191,23 +191,23 @@ FILES = release.url() + "/blob/main"
 @pytest.mark.parametrize(
     ("source", "link", "expected"),
     [
-        ("README.md", "docs/choosing.md", "choosing.md"),
-        ("README.md", "docs/choosing.md#an-example", "choosing.md#an-example"),
+        ("README.md", "docs/statistics.md", "statistics.md"),
+        ("README.md", "docs/statistics.md#an-example", "statistics.md#an-example"),
         ("README.md", "CONTRIBUTING.md", "contributing.md"),
         ("README.md", "docs/digits.png", "digits.png"),
         ("README.md", "tests/conftest.py", f"{FILES}/tests/conftest.py"),
         ("README.md", "examples", f"{release.url()}/tree/main/examples"),
-        ("docs/choosing.md", "../README.md#install", f"{FILES}/README.md#install"),
+        ("docs/statistics.md", "../README.md#install", f"{FILES}/README.md#install"),
         ("docs/tutorial.md", "../examples/resnet18.py", "resnet18.md"),
-        ("docs/choosing.md", "fusion.md", "fusion.md"),
-        ("docs/choosing.md", "../tests/conftest.py", f"{FILES}/tests/conftest.py"),
-        ("docs/choosing.md", "../tests/gone.py", "../tests/gone.py"),
-        ("docs/choosing.md", "https://pytorch.org", "https://pytorch.org"),
-        ("docs/choosing.md", "#an-example", "#an-example"),
+        ("docs/statistics.md", "fusion.md", "fusion.md"),
+        ("docs/statistics.md", "../tests/conftest.py", f"{FILES}/tests/conftest.py"),
+        ("docs/statistics.md", "../tests/gone.py", "../tests/gone.py"),
+        ("docs/statistics.md", "https://pytorch.org", "https://pytorch.org"),
+        ("docs/statistics.md", "#an-example", "#an-example"),
     ],
 )
 def test_links_lead_to_pages_or_to_the_repository(source, link, expected):
-    pages = {"choosing.md", "contributing.md", "fusion.md", "resnet18.md", "digits.png"}
+    pages = {"statistics.md", "contributing.md", "fusion.md", "resnet18.md", "digits.png"}
     assert site_hooks.rewritten(f"a [link\nof words]({link}), and", source, pages) == (
         f"a [link\nof words]({expected}), and"
     )

@@ -1,4 +1,4 @@
-"""DistributedDataParallel without broadcasts of buffers, as docs/choosing.md recommends it."""
+"""DistributedDataParallel without broadcasts of buffers, as docs/statistics.md recommends it."""
 
 import inspect
 
@@ -43,3 +43,36 @@ def test_buffers_are_the_same_without_broadcasts(two_ranks):
     states = [*two_ranks.run(train, False), *two_ranks.run(train, True)]
     for name, expected in states[0].items():
         assert all(torch.equal(state[name], expected) for state in states), name
+
+
+def call_on_rank_0_alone(rank, world_size, trains):
+    ddp = DistributedDataParallel(convert_sync_batchnorm(model()), **{NAME: False})
+    ddp(batch(0, rank)).sum().backward()
+    if rank == 0:
+        ddp.train(trains)
+        ddp(batch(1, rank))
+        ddp.train()
+    try:
+        ddp(batch(2, rank)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    check_synchronized(ddp)
+    return None
+
+
+@pytest.mark.trouble(
+    "Under DistributedDataParallel a hang, or gloo's `Connection closed by peer` or `Timed out "
+    "waiting` without a word of syncbn",
+    "One rank alone called the wrapped model: to evaluate, to print a summary, or for a step more. "
+    "DDP's broadcast of buffers met a layer's all-reduce",
+    "On one rank call `model.module`, in `eval()`. Without [DDP's "
+    "broadcasts](statistics.md#broadcasts-of-buffers) evaluation through the wrapper works, and an "
+    "additional training pass is an error at once",
+)
+def test_one_rank_may_evaluate_through_the_wrapper(two_ranks):
+    assert two_ranks.run(call_on_rank_0_alone, False) == [None, None]
+
+
+def test_pass_of_one_rank_alone_is_an_error_on_all_ranks(two_ranks):
+    texts = two_ranks.run(call_on_rank_0_alone, True)
+    assert all("the ranks run different passes" in text for text in texts), texts
