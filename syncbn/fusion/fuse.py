@@ -92,14 +92,9 @@ def fuse_activations(model: ModuleT) -> ModuleT:
     plan = _Plan(model)
     classes = plan.fused_classes()  # before the first change, because it may raise
     with restored_on_error(list(model.modules())):
-        for neighbours in plan.neighbours:
-            layer = neighbours.layer
-            children = _compat.children(neighbours.parent)
-            activation = children[neighbours.name]
-            assert activation is not None
-            children[neighbours.name] = graph_module.FusedActivation(layer, activation)
-            name, slope = neighbours.activation
-            vars(layer).update(activation=name, negative_slope=slope)
+        for layer, parent, name, follower, (activation, slope) in plan.neighbours:
+            _compat.children(parent)[name] = graph_module.FusedActivation(layer, follower)
+            vars(layer).update(activation=activation, negative_slope=slope)
         for module, cls in classes.items():
             try:
                 set_class(module, cls)
@@ -107,10 +102,6 @@ def fuse_activations(model: ModuleT) -> ModuleT:
                 name = next(name for name, found in model.named_modules() if found is module)
                 raise cannot_take_its_place(module, name, error) from error
     return model
-
-
-def _new_fused_module(cls: type[nn.Module], *arguments: Any) -> nn.Module:
-    return _fused_later(cls.__new__(cls, *arguments))  # type: ignore[no-any-return]
 
 
 def _fused_later(module: Any) -> Any:
@@ -129,8 +120,9 @@ def _set_state(module: graph_module.FusedModule, state: Any) -> None:
         set_class(module, cls)
 
 
-RECONSTRUCTIONS["fused_module"] = _new_fused_module  # of pickles before "fused"
 RECONSTRUCTIONS["fused"] = lambda make, arguments: _fused_later(make(*arguments))
+# Of pickles before "fused".
+RECONSTRUCTIONS["fused_module"] = lambda cls, *arguments: _fused_later(cls.__new__(cls, *arguments))
 
 
 def explain_fusion(model: nn.Module) -> FusionReport:
@@ -155,13 +147,18 @@ def explain_fusion(model: nn.Module) -> FusionReport:
         1 of 2 batch normalization layers fused
     """
     _compat.check_module(model)
-    return _Plan(model).report()
+    report = FusionReport([], [])
+    for name, found in _Plan(model).layers.items():
+        if isinstance(found, str):
+            report.left.append(LeftLayer(name, found))
+        else:
+            report.fused.append(FusedLayer(name, *found))
+    return report
 
 
 def _check_not_compiled(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        compiled = _compat.compiled_original(module)
-        is_compiled = compiled is not None or _compat.is_compiled(module)
+        is_compiled = _compat.is_compiled(module) or _compat.compiled_original(module) is not None
         if is_compiled and any(isinstance(layer, SyncBatchNorm) for layer in module.modules()):
             what = f"the module {name!r}" if name else "the model"
             raise ValueError(
@@ -176,7 +173,8 @@ class _Neighbours(NamedTuple):
     layer: SyncBatchNorm
     parent: nn.Module  # the Sequential
     name: str  # of the activation, in it
-    activation: tuple[str, float]
+    follower: nn.Module  # the activation
+    activation: tuple[str, float]  # its name and slope
 
 
 class _Plan:
@@ -200,13 +198,12 @@ class _Plan:
         for name, layer in model.named_modules():
             if not isinstance(layer, BatchNormBase):
                 continue
-            caller = None
             found = self._by_itself(layer) or self._in_sequential(layer)
             if found is None:
                 caller, found = self._caller_of(layer)
+                if caller is not None:
+                    in_code.setdefault(caller, {})[layer] = name
             self.layers[name] = found
-            if caller is not None:
-                in_code.setdefault(caller, {})[layer] = name
         for caller, names in in_code.items():
             self._trace(caller, names)
 
@@ -216,20 +213,10 @@ class _Plan:
         for module, graph in self.graphs.items():
             traced = torch.fx.GraphModule(module, graph)
             if getattr(module, "_syncbn_code", None) != traced.code:
-                forward, cls = type(traced).forward, graph_module.original_class(module)
-                classes[module] = graph_module.fused_class(
-                    cls, forward=forward, _syncbn_code=traced.code
-                )
+                cls = graph_module.original_class(module)
+                names = {"forward": type(traced).forward, "_syncbn_code": traced.code}
+                classes[module] = graph_module.fused_class(cls, **names)
         return classes
-
-    def report(self) -> FusionReport:
-        report = FusionReport([], [])
-        for name, found in self.layers.items():
-            if isinstance(found, str):
-                report.left.append(LeftLayer(name, found))
-            else:
-                report.fused.append(FusedLayer(name, *found))
-        return report
 
     def _by_itself(self, layer: nn.Module) -> tuple[str, bool] | str | None:
         """Return the layer's entry if its class or attributes decide it."""
@@ -266,14 +253,13 @@ class _Plan:
         if position == len(siblings):
             return None
         name, sibling = siblings[position]
-        activation = None if sibling is None else epilogue.of_module(sibling)
-        if activation is None:
+        if sibling is None or (activation := epilogue.of_module(sibling)) is None:
             return f"is followed by {patterns.kind_of(sibling)}, which cannot be fused"
         reason = self._why_in_parts(parent)
         if reason is not None:
             return reason
         assert isinstance(layer, SyncBatchNorm)
-        self.neighbours.append(_Neighbours(layer, parent, name, activation))
+        self.neighbours.append(_Neighbours(layer, parent, name, sibling, activation))
         return activation[0], False
 
     def _why_in_parts(self, sequential: nn.Module) -> str | None:
@@ -328,8 +314,9 @@ class _Plan:
             if isinstance(match, patterns.Match):  # a Sequential that is a call may change it
                 match = matches[layer]
             self.layers[names[layer]] = _entry(match)
-        if any(isinstance(match, patterns.Match) for match in matches.values()):
-            patterns.fuse(module, graph, matches.values())
+        to_fuse = [match for match in matches.values() if isinstance(match, patterns.Match)]
+        if to_fuse:
+            patterns.fuse(module, graph, to_fuse)
             self.graphs[module] = graph
 
     def _between(self, layers: list[nn.Module], module: nn.Module) -> set[nn.Module]:

@@ -1,7 +1,7 @@
 """Matches in a module's graph: a layer and an activation, with or without an addition between."""
 
 import operator
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,20 +45,16 @@ def find(
             found[layer] = "is called at several positions"
             continue
         try:
-            match = _match(module, node, taken)
+            found[layer] = match = _match(module, node, taken)
+            taken.update(match.nodes)
         except _NotFused as reason:
             found[layer] = str(reason)
-            continue
-        taken.update(match.nodes)
-        found[layer] = match
     return found
 
 
-def fuse(module: nn.Module, graph: torch.fx.Graph, matches: Iterable[Match | str]) -> None:
+def fuse(module: nn.Module, graph: torch.fx.Graph, matches: Iterable[Match]) -> None:
     """Replace each match by one call."""
     for match in matches:
-        if isinstance(match, str):
-            continue
         layer, last = match.nodes[0], match.nodes[-1]
         # At the addition both addends are known, and the layer's output has no other user.
         with graph.inserting_before(match.addition or layer):
@@ -104,7 +100,7 @@ def _match(root: nn.Module, layer: Node, taken: set[Node]) -> Match:
         if addition is None and _is_addition(node):
             _check_moves(root, layer, node, nodes)
             addition = node
-        elif not _is_identity(root, node):
+        elif not _calls_plain(root, node, {nn.Identity}):
             break
         nodes.append(node)
     activation = _activation_of(root, node)
@@ -124,8 +120,8 @@ def _only_user(node: Node) -> Node:
     return users[0]
 
 
-def _values(node: Node) -> Iterator[Any]:
-    """Yield the arguments of a node and the contents of containers in them, with repetitions."""
+def _values(node: Node) -> list[Any]:
+    """Return the arguments of a node and the contents of containers in them, with repetitions."""
     values: list[Any] = [*node.args, *node.kwargs.values()]
     for value in values:  # grows by the contents of containers
         if isinstance(value, (list, tuple)):
@@ -134,12 +130,13 @@ def _values(node: Node) -> Iterator[Any]:
             values += value.values()
         elif isinstance(value, slice):
             values += [value.start, value.stop, value.step]
-    yield from values
+    return values
 
 
-def _is_identity(root: nn.Module, node: Node) -> bool:
+def _calls_plain(root: nn.Module, node: Node, classes: set[type[nn.Module]]) -> bool:
+    """Whether the node calls a module of one of the classes that does nothing else."""
     module = _called(root, node)
-    return type(module) is nn.Identity and _compat.does_as_its_class(module)
+    return module is not None and type(module) in classes and _compat.does_as_its_class(module)
 
 
 _ADDITIONS = {operator.add, operator.iadd, torch.add}
@@ -173,18 +170,15 @@ def _check_moves(root: nn.Module, layer: Node, addition: Node, nodes: list[Node]
     """Raise _NotFused if the layer may not be computed as late as the addition."""
     if _is_in_place(root, addition) and addition.args[0] not in nodes:
         raise _NotFused("is added in place to another value")
-    between, node = [], layer.next
-    while node is not addition:
-        between += [] if node in nodes else [node]
-        node = node.next
+    between = [node for node in layer.graph.nodes if layer < node < addition and node not in nodes]
     reads = [node for node in between if _has_buffer_of(root, layer, node)]
     if reads:
         raise _NotFused(f"its buffers are used before the addition, in {_describe(root, reads[0])}")
     between = [node for node in between if node.op != "get_attr"]
     # Nodes in between may write to the layer's input, unless only the layer has it.
-    source = layer.args[0]
+    source: Any = layer.args[0]
     is_only_user = isinstance(source, Node) and len(source.users) == 1
-    if between and not (is_only_user and _makes_its_output(root, source)):
+    if between and not (is_only_user and _calls_plain(root, source, _MAKE_THEIR_OUTPUT)):
         raise _NotFused(
             f"its input may change before the addition, in {_describe(root, between[0])}"
         )
@@ -194,20 +188,13 @@ def _has_buffer_of(root: nn.Module, layer: Node, node: Node) -> bool:
     """Whether a node reads a buffer of the layer, or calls a module that has one."""
     if node.op == "get_attr":
         return str(node.target).startswith(f"{layer.target}.")
-    module, norm = _called(root, node), _called(root, layer)
-    assert norm is not None
+    module, norm = _called(root, node), root.get_submodule(str(layer.target))
     buffers = {*map(id, norm.buffers())}
     return module is not None and any(id(buffer) in buffers for buffer in module.buffers())
 
 
-def _makes_its_output(root: nn.Module, node: Any) -> bool:
-    """Whether the node calls a module whose output is a new tensor and no view."""
-    module = _called(root, node)
-    is_known = type(module) in _MAKE_THEIR_OUTPUT
-    return module is not None and is_known and _compat.does_as_its_class(module)
-
-
-_MAKE_THEIR_OUTPUT = {
+# Modules whose output is a new tensor and no view.
+_MAKE_THEIR_OUTPUT: set[type[nn.Module]] = {
     nn.Conv1d,
     nn.Conv2d,
     nn.Conv3d,
@@ -245,14 +232,11 @@ def _activation_of(root: nn.Module, node: Node) -> tuple[str, float] | None:
     if module is not None:
         has_one_argument = len(node.args) == 1 and not node.kwargs
         return epilogue.of_module(module) if has_one_argument else None
-    if node.op not in ("call_function", "call_method") or not node.args:
-        return None
-    activation = _FUNCTIONS.get(node.target)
+    activation = _FUNCTIONS.get(node.target) if node.args else None
     slope: Any = 0.01
     if activation == "leaky_relu":
         slope = node.args[1] if len(node.args) > 1 else node.kwargs.get("negative_slope", 0.01)
-    is_known = activation is not None and epilogue.is_slope(slope)
-    return (str(activation), slope) if is_known else None
+    return None if activation is None or not epilogue.is_slope(slope) else (activation, slope)
 
 
 def _describe(root: nn.Module, node: Node) -> str:
