@@ -26,8 +26,7 @@ _LIBRARIES = {"syncbn", "torch", *sys.stdlib_module_names}
 
 def is_sequential(module: nn.Module) -> bool:
     """Whether the module runs its children one after the other and does nothing else."""
-    runs_children = type(module).forward is nn.Sequential.forward
-    return runs_children and _compat.does_as_its_class(module)
+    return type(module).forward is nn.Sequential.forward and _compat.does_as_its_class(module)
 
 
 def trace(module: nn.Module, inlined: set[nn.Module]) -> torch.fx.Graph:

@@ -6,7 +6,7 @@ because other code may call them too.
 """
 
 import types
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.fx
@@ -42,11 +42,10 @@ class FusedActivation(nn.Identity):
         return activation.train(self.training)
 
 
-def is_bare(layer: nn.Module) -> bool:
+def is_bare(layer: nn.Module) -> TypeGuard[SyncBatchNorm]:
     """Whether a call of the layer normalizes and does nothing else."""
     is_ours = type(layer).forward is SyncBatchNorm.forward
-    is_free = is_ours and layer.activation is None
-    return is_free and _compat.does_as_its_class(layer)
+    return is_ours and layer.activation is None and _compat.does_as_its_class(layer)
 
 
 # Graphs call these functions. Their arguments may have changed since the graph was made: modules
@@ -60,9 +59,7 @@ def normalize_activate(layer: nn.Module, input: Tensor, activation: Activation) 
     """Return ``activation(layer(input))``, in the layer's own passes if it is ours and bare."""
     known = _known(activation)
     if known is not None and is_bare(layer):
-        return layer._syncbn_forward(  # type: ignore[operator, no-any-return]
-            input, None, *known
-        )
+        return layer._syncbn_forward(input, None, *known)
     return _activate(layer(input), activation)
 
 
@@ -78,9 +75,7 @@ def normalize_add_activate(
     known = _known(activation)
     is_residual = _is_residual(addend, input, is_first=sum == "addend + layer")
     if known is not None and is_residual and is_bare(layer):
-        return layer._syncbn_forward(  # type: ignore[operator, no-any-return]
-            input, addend, *known
-        )
+        return layer._syncbn_forward(input, addend, *known)
     output = layer(input)
     if sum == "layer += addend":
         output += addend
