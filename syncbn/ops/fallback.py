@@ -67,12 +67,6 @@ def _has_float64(device: torch.device) -> bool:
             return False
 
 
-def _to_batch(statistics: list[Tensor], batch: Tensor) -> tuple[Tensor, ...]:
-    """Return values [C] to be combined with the batch, in the dtype that it is computed in."""
-    values = torch.stack(statistics).to(tensors.compute_dtype(batch))
-    return tuple(tensors.per_channel(value, batch) for value in values)
-
-
 def _center(mean: Tensor, batch: Tensor) -> Tensor:
     """Return the mean, rounded to the dtype that the batch is computed in, in float64."""
     return mean.to(tensors.compute_dtype(batch)).to(torch.float64)
@@ -188,7 +182,7 @@ def batch_norm_apply(
     scale, shift = formulas.normalize_constants(mean, center, invstd, weight, bias)
     if constants is not None:
         constants.copy_(torch.cat([scale, shift]))
-    z = formulas.multiply_add(input, *_to_batch([center, scale, shift], input))
+    z = formulas.multiply_add(input, center, scale, shift)
     if residual is not None:
         z = z + residual
     zero = _LARGEST_ZERO.get(input.dtype, 0.0)
@@ -213,9 +207,7 @@ def _epilogue_gradient(
         z = tensors.cast(output, dy.dtype)
     else:
         assert constants is not None
-        z = formulas.multiply_add(
-            input, *_to_batch([_center(mean, input), *constants.chunk(2)], input)
-        )
+        z = formulas.multiply_add(input, mean, *constants.chunk(2))
         if residual is not None:
             z = z + residual
     zero = _LARGEST_ZERO.get(input.dtype, 0.0)
@@ -272,8 +264,8 @@ def _reduce(
     tail: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     center = _center(mean, input)
-    (on_device,) = _to_batch([center], input)
-    deviation = tensors.cast(input, on_device.dtype) - on_device
+    x = tensors.cast(input, tensors.compute_dtype(input))
+    deviation = x - tensors.per_channel(center.to(x.dtype), x)
     sum_dz, sum_products = _sums(dz, dz * deviation)
     # Corrects the rounding of the center.
     sum_dz_xhat = (sum_products - (mean - center) * sum_dz) * invstd
@@ -310,7 +302,7 @@ def batch_norm_backward_apply(
     )
     epilogue = (constants, activation, negative_slope)
     dz = _epilogue_gradient(grad_output, input, mean, epilogue)
-    center, slope, shift, scale = _to_batch([center, slope, shift, scale], input)
+    scale = tensors.per_channel(scale.to(dz.dtype), dz)
     grad_input = dz * scale + formulas.multiply_add(input, center, slope, shift)
     return torch.empty_like(input).copy_(grad_input)
 

@@ -101,10 +101,12 @@ def _scale(invstd: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def multiply_add(input: Tensor, center: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return (input - center) * scale + shift, in the dtype of the constants.
+    """Return (input - center) * scale + shift, in the dtype that the input is computed in.
 
     Each operation is rounded, so that a forward and a backward pass find the same values.
     """
+    constants = torch.stack([center, scale, shift]).to(tensors.compute_dtype(input))
+    center, scale, shift = (tensors.per_channel(values, input) for values in constants)
     return (tensors.cast(input, center.dtype) - center) * scale + shift
 
 

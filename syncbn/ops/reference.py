@@ -80,12 +80,12 @@ def normalize_again(input: Tensor, mean: Tensor, constants: Tensor) -> Tensor:
     Returns:
         Shape and dtype of ``input``.
     """
+    if not tensors.has_operators(input.device):
+        return formulas.multiply_add(input, mean, *constants.chunk(2)).to(input.dtype)
     dtype = tensors.compute_dtype(input)
     center, scale, shift = (
         tensors.per_channel(values.to(dtype), input) for values in (mean, *constants.chunk(2))
     )
-    if not tensors.has_operators(input.device):
-        return formulas.multiply_add(input, center, scale, shift).to(input.dtype)
     # The product of two float32 is exact in float64.
     z = (input.to(dtype) - center).double() * scale.double() + shift.double()
     return z.to(dtype).to(input.dtype)
