@@ -375,23 +375,20 @@ def for_other_devices(operator: Callable[..., Any]) -> Callable[..., Any]:
 
     The dispatcher also comes here with quantized, sparse and nested tensors.
     """
-    name, signature = operator.__name__, inspect.signature(operator)
-    num_operands = len(signature.parameters)
+    name, num_operands = operator.__name__, len(inspect.signature(operator).parameters)
 
     @functools.wraps(operator)
-    def call(batch: Tensor, *operands: Any, mask: Tensor | None = None) -> Any:
+    def call(batch: Tensor, *operands: Any) -> Any:
         if tensors.has_operators(batch.device):
             raise NotImplementedError(
                 f"syncbn::{name} takes dense tensors without subclasses on {batch.device.type}, "
                 "neither sparse nor nested nor quantized ones"
             )
-        if len(operands) == num_operands:
-            *operands, mask = operands  # type: ignore[assignment]
-        if mask is None:
+        # The dispatcher leaves out last operands that are their defaults. A mask is the last one.
+        if len(operands) < num_operands:
             return operator(batch, *operands)
-        given = signature.bind(batch, *operands)
-        given.apply_defaults()
-        return masks.call_filled(OPERATORS, name, given.args, mask)
+        *others, mask = operands
+        return masks.call_filled(OPERATORS, name, (batch, *others), mask)
 
     return call
 
