@@ -9,14 +9,10 @@ import torch
 _OLDEST_TORCH = (2, 11)
 
 
-def _torch_version() -> tuple[int, int]:
-    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    if match is None:
-        raise ImportError(f"syncbn cannot read torch's version {torch.__version__!r}")
-    return int(match[1]), int(match[2])
-
-
-if _torch_version() < _OLDEST_TORCH:
+_version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+if _version is None:
+    raise ImportError(f"syncbn cannot read torch's version {torch.__version__!r}")
+if (int(_version[1]), int(_version[2])) < _OLDEST_TORCH:
     raise ImportError(
         f"syncbn needs torch {_OLDEST_TORCH[0]}.{_OLDEST_TORCH[1]} or later, but found torch "
         f"{torch.__version__}. Upgrade it: pip install --upgrade torch"

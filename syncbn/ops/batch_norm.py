@@ -52,11 +52,7 @@ def _check_devices(*operands: Any) -> None:
 
 
 @torch.library.register_fake("syncbn::batch_norm_stats")
-def _(
-    input: Tensor,
-    tail: Tensor | None = None,
-    *operands: Any,
-) -> Tensor:
+def _(input: Tensor, tail: Tensor | None = None, *operands: Any) -> Tensor:
     if not isinstance(input, _compat.FakeTensor):
         check_arguments(input, *operands[:7], mask=(*operands[7:], None)[0])
     size = 2 * input.size(1) + (1 if tail is None else 4)

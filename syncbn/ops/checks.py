@@ -103,7 +103,7 @@ def check_objects(input: object, arguments: Arguments) -> None:
             "expected input of dtype float16, bfloat16, float32 or float64, but got "
             f"{str(input.dtype).removeprefix('torch.')}"
         )
-    for name in _TENSORS:
+    for name in (*Arguments._fields[:5], "residual", "mask"):
         value = getattr(arguments, name)
         if value is None:
             continue
@@ -112,12 +112,6 @@ def check_objects(input: object, arguments: Arguments) -> None:
                 f"expected {name} to be a torch.Tensor or None, but got {type(value).__name__}"
             )
         check_dense(name, value)
-
-
-_TENSORS = (
-    *("weight", "bias", "running_mean", "running_var", "num_batches_tracked"),
-    *("residual", "mask"),
-)
 
 
 def check_dense(name: str, tensor: Tensor) -> None:

@@ -127,10 +127,7 @@ def batch_norm_stats(
 
 @torch.no_grad()
 def verify_sums(
-    sums: Tensor,
-    tail_sum: float,
-    other_tail_sum: float | None = None,
-    status: Tensor | None = None,
+    sums: Tensor, tail_sum: float, other_tail_sum: float | None = None, status: Tensor | None = None
 ) -> Tensor:
     """Return sums over all ranks without their tail, verified: by the CPU's operator if it can."""
     end = sums[-4:]
@@ -228,8 +225,7 @@ def batch_norm_backward_reduce(
     negative_slope: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute this rank's sums of dz and dz·xhat, and the gradients of weight and bias."""
-    epilogue = (constants, activation, negative_slope)
-    dz = _epilogue_gradient(grad_output, input, mean, epilogue)
+    dz = _epilogue_gradient(grad_output, input, mean, (constants, activation, negative_slope))
     return _reduce(dz, input, mean, invstd, (weight_dtype, bias_dtype), tail)
 
 
@@ -293,15 +289,13 @@ def batch_norm_backward_apply(
     negative_slope: float = 0.0,
 ) -> Tensor:
     """Compute the gradient of the input from the sums of the whole group."""
-    channels = input.size(1)
     if tail_sum is not None:
         sums = verify_sums(sums, tail_sum, None, status)
     center = _center(mean, input)
     slope, shift, scale = formulas.grad_input_constants(
-        mean, center, invstd, weight, sums[: 2 * channels], count
+        mean, center, invstd, weight, sums[: 2 * input.size(1)], count
     )
-    epilogue = (constants, activation, negative_slope)
-    dz = _epilogue_gradient(grad_output, input, mean, epilogue)
+    dz = _epilogue_gradient(grad_output, input, mean, (constants, activation, negative_slope))
     scale = tensors.per_channel(scale.to(dz.dtype), dz)
     grad_input = dz * scale + formulas.multiply_add(input, center, slope, shift)
     return torch.empty_like(input).copy_(grad_input)
@@ -346,13 +340,12 @@ def batch_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of input, weight and bias in a single process."""
     epilogue = (constants, activation, negative_slope)
-    sums, *gradients = batch_norm_backward_reduce(
+    sums, grad_weight, grad_bias = batch_norm_backward_reduce(
         grad_output, input, mean, invstd, weight_dtype, bias_dtype, None, *epilogue
     )
     grad_input = batch_norm_backward_apply(
         grad_output, input, mean, invstd, weight, sums, count, None, None, *epilogue
     )
-    grad_weight, grad_bias = gradients
     return grad_input, grad_weight, grad_bias
 
 

@@ -28,9 +28,7 @@ def statistics(totals: Tensor, count: Tensor, eps: float) -> tuple[Tensor, Tenso
 
 
 def update_running(
-    batch: tuple[Tensor, Tensor, Tensor],
-    running: Sequence[Tensor | None],
-    momentum: float | None,
+    batch: tuple[Tensor, Tensor, Tensor], running: Sequence[Tensor | None], momentum: float | None
 ) -> None:
     """Move the running statistics toward a batch, as csrc/common/running.h; toward no values, not.
 
@@ -78,12 +76,7 @@ def normalize_constants(
 
 
 def grad_input_constants(
-    mean: Tensor,
-    center: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None,
-    sums: Tensor,
-    count: Tensor,
+    mean: Tensor, center: Tensor, invstd: Tensor, weight: Tensor | None, sums: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return slope, shift and scale: dx = dz * scale + ((x - center) * slope + shift).
 

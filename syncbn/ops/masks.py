@@ -57,8 +57,7 @@ def call_filled(
         case "batch_norm_stats":
             torch.ops.syncbn.check_arguments.default(first, *others[1:], mask=mask)
             filled, filling = fill(first, mask)
-            message: Tensor = operator(filled, *others)
-            return take_out(message, filling, mask)
+            return take_out(operator(filled, *others), filling, mask)
         case "batch_norm_forward":
             of_stats = (None, *others[:6], *others[7:8])
             totals = call_filled(operators, "batch_norm_stats", (first, *of_stats), mask)

@@ -118,11 +118,9 @@ def batch_norm_backward(
     dy = grad_output.to(xhat.dtype)
     grad_bias, grad_weight = dy.sum(dims), (dy * xhat).sum(dims)
     means = total(torch.cat([grad_bias, grad_weight])) / count
-    mean_dy, mean_dy_xhat = means.chunk(2)
+    mean_dy, mean_dy_xhat = (tensors.per_channel(mean, dy) for mean in means.chunk(2))
     scale = invstd if weight is None else invstd * weight.to(dy.dtype)
-    grad_input = (
-        dy - tensors.per_channel(mean_dy, dy) - xhat * tensors.per_channel(mean_dy_xhat, dy)
-    )
+    grad_input = dy - mean_dy - xhat * mean_dy_xhat
     if mask is not None:
         grad_input = masks.clear(grad_input, mask)
     grad_input = grad_input * tensors.per_channel(scale, dy)
