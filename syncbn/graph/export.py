@@ -38,10 +38,9 @@ def train(
         raise failures.abort(error, record, input, arguments) from None
     if not torch.compiler.is_compiling() and _compat.is_recomputation():
         # The update of the forward pass has been recorded; the update of this pass is dropped.
+        mean, var, counter = (None if t is None else t.clone() for t in arguments[2:5])
         arguments = arguments._replace(
-            running_mean=_copy(arguments.running_mean),
-            running_var=_copy(arguments.running_var),
-            num_batches_tracked=_copy(arguments.num_batches_tracked),
+            running_mean=mean, running_var=var, num_batches_tracked=counter
         )
     if group is None and mask is None:
         return epilogue.apply_epilogue(aten.train(input, arguments), arguments)
@@ -58,15 +57,7 @@ def train(
     switch = _train_eval_switch() if _compat.is_exporting() else None
     output: Tensor
     output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
-        input,
-        weight,
-        bias,
-        *running[:2],
-        eps,
-        group_name,
-        layer.name,
-        mask,
-        switch,
+        input, weight, bias, *running[:2], eps, group_name, layer.name, mask, switch
     )
     count = totals[-1:]
     mean, _, m2 = formulas.statistics(totals[:-1], count, eps)
@@ -91,10 +82,6 @@ def _evaluates(switch: Tensor | None) -> bool:
     if switch is None or isinstance(switch, _compat.FakeTensor):
         return False
     return switch.item() == 1
-
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.clone()
 
 
 _library = torch.library.Library("syncbn", "FRAGMENT")
@@ -135,8 +122,7 @@ def _(
         # A batch of two values whose mean and variance they are.
         mean, var = running_mean.double(), running_var.double()
         totals = 2 * torch.cat([mean, var + mean.square(), torch.ones_like(mean[:1])])
-    output, *statistics = training.normalize(dense, totals, arguments, record)
-    mean, invstd, count = statistics
+    output, mean, invstd, count = training.normalize(dense, totals, arguments, record)
     totals = totals[: 2 * input.size(1) + 1]
     # Sums of an empty batch update nothing.
     updates = not evaluates and record.direction == "forward"

@@ -49,8 +49,7 @@ def train(input: Tensor, arguments: Arguments, group: ProcessGroup | None, layer
     if group is None:
         collectives.warn_while_tracing()
     group_name = None if group is None else group.group_name
-    is_named = isinstance(layer, (Identity, str))
-    identity = 0 if is_named else layer.graph_input  # type: ignore[union-attr]
+    identity = 0 if isinstance(layer, (Identity, str)) else layer.graph_input
     output: Tensor = _compiled_train(input, *arguments, group_name, identity)
     return output
 
@@ -115,11 +114,10 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         mean, invstd, m2 = formulas.statistics(totals[:-1], count, arguments.eps)
         if updated is not None:
             formulas.update_running((mean, m2, counted), updated, arguments.momentum)
-        dtype = tensors.compute_dtype(input)
-        rounded_mean = tensors.cast(mean, dtype)
+        rounded_mean = tensors.cast(mean, tensors.compute_dtype(input))
         scale, shift = formulas.normalize_constants(mean, rounded_mean, invstd, weight, bias)
-        center, scale, shift = _per_channel(dtype, input, mean, scale, shift)
-        output = torch.addcmul(shift, tensors.cast(input, dtype) - center, scale)
+        center, scale, shift = _per_channel(input, mean, scale, shift)
+        output = torch.addcmul(shift, tensors.cast(input, center.dtype) - center, scale)
         if mask is not None:  # a masked NaN must not reach the derivative of the epilogue
             output = masks.clear(output, mask)
         ctx.save_for_backward(input, weight, mean, invstd, count, mask)
@@ -145,15 +143,14 @@ class CompiledSyncBatchNormFunction(torch.autograd.Function):
         )
         grad_input: Tensor | None = None
         if ctx.needs_input_grad[0]:
-            dtype = tensors.compute_dtype(input)
-            rounded_mean = tensors.cast(mean, dtype)
+            rounded_mean = tensors.cast(mean, tensors.compute_dtype(input))
             sums = sums[: 2 * input.size(1)]
             slope, shift, scale = formulas.grad_input_constants(
                 mean, rounded_mean, invstd, weight, sums, count
             )
-            center, slope, shift, scale = _per_channel(dtype, input, mean, slope, shift, scale)
-            grad_input = torch.addcmul(shift, tensors.cast(input, dtype) - center, slope)
-            grad_input = torch.addcmul(grad_input, tensors.cast(grad_output, dtype), scale)
+            center, slope, shift, scale = _per_channel(input, mean, slope, shift, scale)
+            grad_input = torch.addcmul(shift, tensors.cast(input, center.dtype) - center, slope)
+            grad_input = torch.addcmul(grad_input, tensors.cast(grad_output, scale.dtype), scale)
             grad_input = tensors.cast(grad_input, input.dtype)
             if mask is not None:
                 grad_input = masks.clear(grad_input, mask)
@@ -204,9 +201,9 @@ def _updated(input: Tensor, arguments: Arguments) -> list[Tensor | None] | None:
     return updated if fit else None
 
 
-def _per_channel(dtype: torch.dtype, input: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-    """Return values [C] in ``dtype`` to be combined with ``input``, computed once per channel."""
-    constants = tensors.cast(torch.stack(values), dtype)
+def _per_channel(input: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+    """Return values [C], ready to be combined with ``input``, computed once per channel."""
+    constants = tensors.cast(torch.stack(values), tensors.compute_dtype(input))
     # Inductor computes what as_strided views once, and not again for each element.
     (number, channels), ones = constants.shape, (1,) * (input.dim() - 2)
     sizes, strides = (number, 1, channels, *ones), (channels, channels, 1, *ones)
