@@ -55,8 +55,7 @@ def train(
     momentum = None if arguments.momentum is None else float(arguments.momentum)
     eps = float(arguments.eps)
     switch = _train_eval_switch() if _compat.is_exporting() else None
-    output: Tensor
-    output, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
+    normalized, totals, *_ = torch.ops.syncbn.exported_batch_norm.default(
         input, weight, bias, *running[:2], eps, group_name, layer.name, mask, switch
     )
     count = totals[-1:]
@@ -64,7 +63,7 @@ def train(
     formulas.update_running((mean, m2, count), running, momentum)
     if mask is not None and arguments.residual is not None:
         arguments = arguments._replace(residual=masks.clear(arguments.residual, mask))
-    output = epilogue.apply_epilogue(output, arguments)
+    output = epilogue.apply_epilogue(normalized, arguments)
     return output if mask is None else masks.clear(output, mask)
 
 

@@ -268,7 +268,7 @@ _library.define(
 
 @torch.library.impl(_library, "compiled_forward", "CompositeExplicitAutograd")
 def _(input: Tensor, *values: Any) -> Tensor:
-    record, arguments = _begin(input, *values)
+    record, arguments = _begin(*values)
     try:
         if not training.are_as_before(input, arguments, record):
             checks.check_training(input, arguments)
@@ -290,7 +290,7 @@ def _(input: Tensor, *values: Any) -> Tensor:
     return totals
 
 
-def _begin(input: Tensor, *values: Any) -> tuple[PassRecord, Arguments]:
+def _begin(*values: Any) -> tuple[PassRecord, Arguments]:
     *fields, identity, group_name, _ = values
     layer, direction = identity_from(identity), _compat.forward_direction()
     record = training.named_record(group_name, layer, direction)
@@ -301,7 +301,7 @@ def _begin(input: Tensor, *values: Any) -> tuple[PassRecord, Arguments]:
 @torch.library.register_fake("syncbn::compiled_forward")
 def _(input: Tensor, *values: Any) -> Tensor:
     if not isinstance(input, _compat.FakeTensor):  # the graph runs with a tensor on meta
-        record, arguments = _begin(input, *values)
+        record, arguments = _begin(*values)
         try:
             checks.check_training(input, arguments)
             ops.check_arguments(input, *arguments.for_checks(), mask=arguments.mask)

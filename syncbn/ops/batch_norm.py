@@ -198,10 +198,9 @@ _COUNTERS = {"batch_norm_apply": 6, "batch_norm_forward": 5}
 
 def _run(name: str, mask: Tensor | None, *operands: Any) -> Any:
     """Call an operator, with all that Python has to do for it."""
-    index = _COUNTERS.get(name)
-    count = None if index is None else operands[index]
+    index = _COUNTERS.get(name, 0)
+    count = operands[index] if index else None
     if count is not None and not (count.dtype in (torch.int64, torch.bool) or count.is_complex()):
-        assert index is not None
         before, momentum = count.to(torch.int64), operands[index + 1]
         if momentum is None and type(count) is Tensor and count.is_cpu and (count != before).any():
             momentum = 1 / (float(count) + 1)  # the operator averages over whole batches
