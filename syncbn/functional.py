@@ -9,12 +9,7 @@ import torch.fx
 from torch import Tensor
 
 from syncbn import _compat, ops, training
-from syncbn._compat import (
-    PRE_DISPATCH,
-    graph_task_id,
-    is_dispatch_key_included,
-    num_dispatch_modes,
-)
+from syncbn._compat import PRE_DISPATCH, graph_task_id, is_dispatch_key_included, num_dispatch_modes
 from syncbn.distributed import collectives, errors, failures
 from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
 from syncbn.distributed.layer_id import ANONYMOUS, Identity, Layer, identity_of

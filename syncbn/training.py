@@ -24,13 +24,7 @@ from syncbn._compat import (
 from syncbn.distributed import alignment, collectives, errors, failures, negotiation
 from syncbn.distributed.collectives import SUM, TORCHS_ALL_REDUCE
 from syncbn.distributed.layer_id import Identity
-from syncbn.distributed.state import (
-    GroupState,
-    PassRecord,
-    channels_of,
-    group_state,
-    size_of,
-)
+from syncbn.distributed.state import GroupState, PassRecord, channels_of, group_state, size_of
 from syncbn.ops import checks, formulas, masks, reference, tensors
 from syncbn.ops.arguments import Arguments
 from syncbn.ops.epilogue import FROM_OUTPUT, NUMBERS, EpilogueGradient

@@ -18,13 +18,7 @@ from syncbn.distributed import alignment, collectives, errors
 from syncbn.distributed.collectives import ProcessGroup, Work
 from syncbn.distributed.device_status import has_come, has_failed
 from syncbn.distributed.layer_id import ANONYMOUS
-from syncbn.distributed.state import (
-    GroupState,
-    PassRecord,
-    group_state,
-    size_of,
-    states_over_nccl,
-)
+from syncbn.distributed.state import GroupState, PassRecord, group_state, size_of, states_over_nccl
 from syncbn.distributed.store import PassReport, text_of
 from syncbn.ops import checks
 from syncbn.ops.arguments import Arguments
@@ -222,10 +216,7 @@ def check_before(record: PassRecord) -> None:
 
 
 def in_operator(
-    error: Exception,
-    record: PassRecord,
-    input: Tensor,
-    arguments: Arguments | None = None,
+    error: Exception, record: PassRecord, input: Tensor, arguments: Arguments | None = None
 ) -> Exception:
     """Return the error of an operator that takes the sums, with the passes of other ranks."""
     if record.state is None:
