@@ -122,11 +122,20 @@ class SyncBatchNormFunction(torch.autograd.Function):
         output, mean, invstd, count = normalize(input, totals, arguments, record, constants)
         # Not saved, because they may change before backward (a network that runs twice, an
         # optimizer step): running statistics, and the bias but for higher derivatives of SiLU.
-        source: tuple[Tensor | None, ...] = ()
+        source: tuple[Tensor | None, ...] = ()  # the tensors of EpilogueGradient, in its order
         if activation is not None:
-            source = _source_of_derivative(
-                (input, weight, bias, residual, output), (mean, invstd), activation, constants
-            )
+            if constants is None:
+                # Under a dispatch mode: selective checkpointing may keep the operator's results and
+                # not run it again. Then it would not write the constants.
+                center = mean.to(tensors.compute_dtype(input))
+                scale, shift = formulas.normalize_constants(mean, center, invstd, weight, bias)
+                constants = torch.cat([scale, shift])
+            if activation not in FROM_OUTPUT:
+                source = constants, residual, None, bias
+            elif residual is None:
+                source = constants, None, None, None
+            else:
+                source = None, None, output, None
             ctx.activation, ctx.negative_slope = activation, arguments.negative_slope
         ctx.save_for_backward(input, weight, mean, invstd, count, mask, *source)
         ctx.eps, ctx.bias_dtype = arguments.eps, None if bias is None else bias.dtype
@@ -215,28 +224,6 @@ def normalize(
     if written:  # autograd refuses the backward pass of an evaluation before, which needs them
         increment_version(written)
     return results
-
-
-def _source_of_derivative(
-    operands: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor],
-    statistics: tuple[Tensor, Tensor],
-    activation: str,
-    constants: Tensor | None,
-) -> tuple[Tensor | None, ...]:
-    """Return the tensors of :class:`EpilogueGradient`, in its order."""
-    input, weight, bias, residual, output = operands
-    if constants is None:
-        # Under a dispatch mode: selective checkpointing may keep the operator's results and not
-        # run it again. Then it would not write the constants.
-        mean, invstd = statistics
-        center = mean.to(tensors.compute_dtype(input))
-        scale, shift = formulas.normalize_constants(mean, center, invstd, weight, bias)
-        constants = torch.cat([scale, shift])
-    if activation not in FROM_OUTPUT:
-        return constants, residual, None, bias
-    if residual is None:
-        return constants, None, None, None
-    return None, None, output, None
 
 
 def backward(ctx: Any, grad_output: Tensor, record: PassRecord) -> Gradients:
