@@ -195,22 +195,15 @@ def normalize(
     if arguments.activation is not None or arguments.residual is not None:
         number, slope = NUMBERS[arguments.activation], arguments.negative_slope
         following = (arguments.residual, number, slope, constants)
-    operators = ops.usual
-    if (
-        mask is not None
-        or (counter is not None and counter.dtype is not torch.int64)
-        or num_dispatch_modes() > 0
-    ):
-        operators = ops.around(mask)
+    is_usual = mask is None and (counter is None or counter.dtype is torch.int64)
+    operators = ops.usual if is_usual and num_dispatch_modes() == 0 else ops.around(mask)
     try:
         if totals is None:
             results = operators.batch_norm_forward(input, *arguments[:7], *following)
         else:
-            expectation: tuple[Any, ...] = (None, None)
-            if state is not None:
-                expectation = state.expectation(record, totals)
-            else:
+            if state is None:
                 ops.check_more_than_one_value(totals, input.size(1))
+            expectation = (None, None) if state is None else state.expectation(record, totals)
             results = operators.batch_norm_apply(
                 input, totals, *arguments[:7], *expectation, *following
             )
@@ -249,10 +242,7 @@ def backward(ctx: Any, grad_output: Tensor, record: PassRecord) -> Gradients:
     needs_grad_input = ctx.needs_input_grad[0]
     stores_dz = derivative is not None and derivative.is_stored(input)
     is_joined = state is None and needs_grad_input and not stores_dz  # one operator does it all
-    dtypes = (
-        torch.float64 if weight is None else weight.dtype,
-        torch.float64 if ctx.bias_dtype is None else ctx.bias_dtype,
-    )
+    dtypes = (torch.float64 if weight is None else weight.dtype, ctx.bias_dtype or torch.float64)
     activation = () if derivative is None else derivative.for_operators()
     operators = ops.usual
     if mask is not None or torch.compiler.is_dynamo_compiling() or num_dispatch_modes() > 0:
@@ -381,15 +371,14 @@ def verify(totals: Tensor, record: PassRecord) -> Tensor:
 def verify_on_host(totals: Tensor, record: PassRecord) -> Tensor:
     """Return the sums on the CPU, after :func:`verify`; waits for the device."""
     state, device = record.state, totals.device
-    is_asynchronous = state is not None and state.is_asynchronous(device)
-    if state is not None and is_asynchronous:
-        failures.wait_for(state, record, device)
+    if state is None or not state.is_asynchronous(device):
+        return verify(totals.cpu(), record)
+    failures.wait_for(state, record, device)
     totals = totals.cpu()
     try:
         return verify(totals, record)
     except RuntimeError:
-        if state is not None and is_asynchronous:
-            alignment.align(state, device)  # the other ranks hear of it in a later pass
+        alignment.align(state, device)  # the other ranks hear of it in a later pass
         raise
 
 
