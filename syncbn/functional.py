@@ -19,7 +19,6 @@ from syncbn.ops import aten, checks, epilogue, masks, reference, tensors
 from syncbn.ops.arguments import Arguments
 
 has_torch_function = torch.overrides.has_torch_function
-is_tracing = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 def sync_batch_norm(
@@ -96,19 +95,9 @@ def sync_batch_norm(
                 [ 1.2247,  1.2247]])
     """
     process_group = collectives.checked_group(process_group)
+    vectors = (weight, bias, running_mean, running_var, None)
     arguments = Arguments(
-        weight,
-        bias,
-        running_mean,
-        running_var,
-        None,
-        momentum,
-        eps,
-        None,
-        activation,
-        negative_slope,
-        residual=residual,
-        mask=mask,
+        *vectors, momentum, eps, None, activation, negative_slope, None, residual, mask
     )
     if not training:
         if running_mean is None and running_var is None:
@@ -125,7 +114,7 @@ def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> T
     """
     arguments = arguments.plain()
     # Symbolic tracing has no values to check, and torch.jit.trace warns of each value that is read.
-    if isinstance(input, torch.fx.Proxy) or is_tracing():
+    if isinstance(input, torch.fx.Proxy) or torch.jit.is_tracing():  # type: ignore[attr-defined]
         mask, by_batch = arguments.mask, arguments.running_mean is None
         if mask is None:
             output = aten.batch_norm(input, arguments, training=by_batch)
@@ -133,19 +122,15 @@ def evaluate(input: Tensor, arguments: Arguments, layer: Layer = ANONYMOUS) -> T
         if by_batch:
             return evaluate_masked(input, arguments)
         if arguments.residual is not None:
-            residual = masks.clear_given(arguments.residual, mask)
-            arguments = arguments._replace(residual=residual)
+            arguments = arguments._replace(residual=masks.clear_given(arguments.residual, mask))
         output = aten.batch_norm(masks.clear_given(input, mask), arguments, training=False)
         return masks.clear_given(epilogue.apply_epilogue(output, arguments), mask)
     try:
         checks.check_call(input, arguments)
         if arguments.residual is not None or arguments.mask is not None:
             checks.check_objects(input, arguments)
-        if not (
-            torch.compiler.is_compiling()
-            or _compat.are_transforms_active()
-            or _compat.num_dispatch_modes() > 0
-        ):
+        is_traced = torch.compiler.is_compiling() or num_dispatch_modes() > 0
+        if not is_traced and not _compat.are_transforms_active():
             mask = arguments.mask
             positions = None if mask is None else masks.as_positions(mask, input)
             ops.check_arguments(input, *arguments.for_checks(), mask=positions, training=False)
@@ -218,9 +203,8 @@ def _call_override(operands: Any, call: tuple[Any, ...]) -> Tensor:
     state = record.state
     num_passes = 0 if state is None else state.store.num_passes
     try:
-        return torch.overrides.handle_torch_function(  # type: ignore[no-any-return]
-            train, operands, *call
-        )
+        output: Tensor = torch.overrides.handle_torch_function(train, operands, *call)
+        return output
     except Exception as error:
         # The call of train() aborts its pass itself, and raises errors of earlier passes.
         has_begun = any(frame.f_code is train.__code__ for frame, _ in walk_tb(error.__traceback__))
