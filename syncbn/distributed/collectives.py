@@ -18,25 +18,19 @@ from syncbn import _compat
 
 __all__ = ["DeviceMesh", "ProcessGroup", "Store", "Work"]  # from torch.distributed
 
-
 # Torch may have been built without torch.distributed.
 AVAILABLE = dist.is_available()
 if TYPE_CHECKING or AVAILABLE:
     from torch.distributed import (  # type: ignore[attr-defined]
-        DebugLevel,
         DeviceMesh,
         ProcessGroup,
         Store,
         Work,
-        get_debug_level,
     )
 else:
     DeviceMesh = ProcessGroup = Store = Work = Any
 
 _NON_MEMBER = -100  # torch.distributed.new_group returns it on a rank outside of the group
-
-
-# The group of a layer.
 
 
 def group_of_mesh(process_group: Any) -> Any:
@@ -124,11 +118,6 @@ def destroyed(rank: int, name: str) -> ValueError:
     )
 
 
-def world() -> ProcessGroup | None:
-    """Return the group of all ranks; None if torch.distributed is not initialized."""
-    return dist.group.WORLD if AVAILABLE and dist.is_initialized() else None
-
-
 @functools.cache
 def warn_without_group() -> None:
     """Warn, once, that training is not synchronized though a launcher has started several ranks."""
@@ -208,9 +197,6 @@ def _this_rank() -> str:
     return f"rank {dist.get_rank()}" if dist.is_initialized() else "this process"
 
 
-# Properties of a group.
-
-
 def name_of(group: ProcessGroup) -> str:
     """Return the name of a group in torch.distributed; empty if it has none."""
     try:
@@ -233,11 +219,6 @@ def adds_up(group: ProcessGroup) -> bool:
         return bool(dist.get_backend(group) != "fake")
     except (ValueError, RuntimeError):  # torch.distributed has not made the group
         return True
-
-
-def is_debugging() -> bool:
-    """Whether TORCH_DISTRIBUTED_DEBUG asks for details."""
-    return bool(get_debug_level() != DebugLevel.OFF)
 
 
 def likely_device(group: ProcessGroup, own: torch.device | None = None) -> torch.device:
@@ -264,8 +245,6 @@ def cuda_backend(group: ProcessGroup) -> str:
         return ""
 
 
-# Collectives.
-
 # Of torch.distributed.all_reduce, which spends most of its time on other cases. A program that has
 # replaced that function, to count or to delay collectives, gets its own one called.
 TORCHS_ALL_REDUCE = dist.distributed_c10d.all_reduce if AVAILABLE else None
@@ -287,9 +266,7 @@ def all_reduce_sum(tensor: Tensor, group: ProcessGroup, label: str = "") -> Tens
         if name_of(group):
             return _compat.wait(_compat.all_reduce(tensor, group.group_name))
         with _compat.without_dispatch_modes():
-            tensor = tensor.clone()
-            dist.all_reduce(tensor, group=group)
-        return tensor
+            return all_reduce_sum(tensor.clone(), group)
     dist.all_reduce(tensor, group=group)
     return tensor
 

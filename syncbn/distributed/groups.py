@@ -25,7 +25,7 @@ def group_of_size(group_size: int | str) -> ProcessGroup:
             without LOCAL_WORLD_SIZE; another rank gave another size or raised such an error.
         RuntimeError: torch.distributed is not initialized, or another rank did not call this.
     """
-    world = collectives.world()
+    world = dist.group.WORLD if collectives.AVAILABLE else None
     if world is None:
         raise RuntimeError(
             f"group_size={group_size!r} divides the ranks of torch.distributed, which is not "

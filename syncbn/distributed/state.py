@@ -126,8 +126,8 @@ class GroupState:
         self.waits_for_cuda = backend == "gloo"
         # Whether the group's collectives compute; those of torch's fake backend do not.
         self.adds_up = collectives.adds_up(group)
-        # Whether profiles show the names of passes.
-        self.has_labels = collectives.is_debugging()
+        # Whether profiles show the names of passes: where TORCH_DISTRIBUTED_DEBUG asks for details.
+        self.has_labels = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
         self.store = GroupStore(group, keeps_keys=self.is_over_nccl)
         # A weak reference: destroy_process_group() frees the group, which closes its connections,
         # and so the other ranks notice.
