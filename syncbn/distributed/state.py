@@ -55,7 +55,6 @@ class PassRecord:
         self.num_dims = 0
         # Kept for the next pass; None until it is made.
         self._tail: Tensor | None = None
-        # The sizes of the messages that have followed.
         self.sizes: list[int] = []
         # The size that is expected to follow; 0 if none is, _SEVERAL if several have followed.
         self.next_size = 0
@@ -124,29 +123,22 @@ class GroupState:
         self.is_over_nccl = backend not in ("", "gloo")
         # gloo adds up on the CPU, so that the host waits in the sum of CUDA tensors.
         self.waits_for_cuda = backend == "gloo"
-        # Whether the group's collectives compute; those of torch's fake backend do not.
         self.adds_up = collectives.adds_up(group)
         # Whether profiles show the names of passes: where TORCH_DISTRIBUTED_DEBUG asks for details.
         self.has_labels = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
         self.store = GroupStore(group, keeps_keys=self.is_over_nccl)
-        # A weak reference: destroy_process_group() frees the group, which closes its connections,
-        # and so the other ranks notice.
+        # A weak reference, for the reason that collectives.GroupReference gives.
         self.get_group = ref(group, self.store.close)
         # The records by key and number of their layer, and by direction; those of calls of
         # sync_batch_norm() by the position of the call.
         self._records: dict[tuple[int, int, str], PassRecord] = {}
 
-        # The last pass, the number of passes since the last change between forward passes and
-        # others, the next size that this rank sent, and the sums.
-        self.last = PassRecord(self, ANONYMOUS, "forward")
-        self.num_in_row = 0
-        self.next_size_sent = 0
-        self.totals: Tensor | None = None
+        # How often the ranks may have gone on at different passes, the start included.
+        self.num_failures = 0
+        self.forget()
         # The size of this rank's message, and of the latest messages.
         self.size = 0
         self.sizes_sent: deque[int] = deque(maxlen=_MAX_AHEAD)
-        # How often the ranks may have gone on at different passes, the start included.
-        self.num_failures = 1
         # How often sizes were compared in the store, and the sizes that were.
         self.num_comparisons = 0
         self.sizes_compared: set[int] = set()
@@ -154,16 +146,15 @@ class GroupState:
         # may be this one; and how often all ranks have compared a size.
         self.neighbors: WeakValueDictionary[int, ProcessGroup] = WeakValueDictionary()
         self.num_sizes_compared = 0
-
         # How many messages the sums of the last pass are of.
         self.num_summed = group.size() if self.adds_up else 1
         # CUDA: the notes of devices.
         self.statuses = DeviceStatuses(self.timeout if self.waits_for_cuda else None)
-        # NCCL: how often ranks have aligned, see failures.align, whether they may have made
+        # NCCL: how often ranks have aligned, see alignment.align, whether they may have made
         # different numbers of passes, and whether this rank can make no more.
         self.num_alignments = 0
         self.is_misaligned = self.is_lost = False
-        # NCCL: a message of NaN, see failures.aborting_message.
+        # NCCL: a message of NaN, see alignment.aborting_message.
         self.aborting: Tensor | None = None
 
     @property
@@ -181,8 +172,6 @@ class GroupState:
     def destroyed(self) -> ValueError:
         """Return the error for the use of the group after it was destroyed."""
         return collectives.destroyed(self._rank, self.name)
-
-    # The records of passes.
 
     def record(self, layer: Identity, direction: str) -> PassRecord:
         """Return the record of a pass."""
@@ -215,7 +204,7 @@ class GroupState:
         return PassReport(self.size, int(record.fingerprint), self.group.rank(), text)
 
     def forget(self, *, records: bool = False) -> None:
-        """Expect nothing: after a failure ranks may go on at different passes.
+        """Expect nothing: at the start and after a failure ranks may go on at different passes.
 
         With ``records``, forget the sizes that have followed each pass, too.
         """
@@ -223,12 +212,12 @@ class GroupState:
             for record in [*self._records.values()]:
                 record.forget_sizes()
         self.num_failures += 1
+        # The last pass, the number of passes since the last change between forward passes and
+        # others, the next size that this rank sent, and the sums.
         self.last = PassRecord(self, ANONYMOUS, "forward")
         self.num_in_row = 0
         self.next_size_sent = 0
-        self.totals = None
-
-    # The sums.
+        self.totals: Tensor | None = None
 
     def sum_of(self, number: float) -> float:
         """Return the sum of the ranks' numbers, if all of them send this one."""
@@ -263,8 +252,6 @@ class GroupState:
             return 0
         expected = int(squares / next_sizes)
         return expected if expected != _SEVERAL and self.next_size_sent in (0, expected) else 0
-
-    # The backend.
 
     def count_operations(self, device: torch.device) -> int | None:
         """Return the number of operations that the backend has counted; None if it does not."""
