@@ -126,16 +126,6 @@ def _finish(started: _Started) -> None:
             started.work.wait()
 
 
-def _take_part(state: GroupState, size: int, device: torch.device, text: str) -> None:
-    """Take part in the collective of the other ranks, which aborts it."""
-    with contextlib.suppress(RuntimeError, ValueError):
-        work = _send_abort(state, size, device, text)
-        if state.is_asynchronous(device):
-            alignment.wait_until_sent(work, time.monotonic() + alignment.SEND_SECONDS)
-        elif work is not None:
-            work.wait()
-
-
 def _send_abort(state: GroupState, size: int, device: torch.device, text: str) -> Work | None:
     """Start the collective of a pass that this rank aborts."""
     try:
@@ -279,8 +269,13 @@ def _withdraw(error: Exception, state: GroupState, size: int, device: torch.devi
     """Abort the pass in the collective that the other ranks make of it."""
     text = _report_abort(error, state)
     device = collectives.likely_device(state.group, device)
-    with _compat.without_dispatch_modes():  # which may have raised the error
-        _take_part(state, size, device, text)
+    # Modes may have raised the error.
+    with _compat.without_dispatch_modes(), contextlib.suppress(RuntimeError, ValueError):
+        work = _send_abort(state, size, device, text)
+        if state.is_asynchronous(device):
+            alignment.wait_until_sent(work, time.monotonic() + alignment.SEND_SECONDS)
+        elif work is not None:
+            work.wait()
     if state.is_asynchronous(device):
         alignment.align(state, device, text)
 
