@@ -51,7 +51,13 @@ def _size(group_size: object, world_size: int) -> int:
             raise ValueError(
                 f"expected group_size to be a number or 'node', but got {group_size!r}"
             )
-        size = _ranks_of_this_node()
+        text = os.environ.get("LOCAL_WORLD_SIZE", "")
+        if not text.isdecimal():
+            raise ValueError(
+                "group_size='node' needs the environment variable LOCAL_WORLD_SIZE, the number of "
+                f"this node's ranks, which torchrun sets; it is {text!r}; give the number instead"
+            )
+        size = int(text)
         what = f"the node's {size} ranks (LOCAL_WORLD_SIZE)"
     elif isinstance(group_size, int) and not isinstance(group_size, bool):
         size, what = group_size, f"group_size={group_size}"
@@ -67,16 +73,6 @@ def _size(group_size: object, world_size: int) -> int:
             "would be left"
         )
     return size
-
-
-def _ranks_of_this_node() -> int:
-    text = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not text.isdecimal():
-        raise ValueError(
-            "group_size='node' needs the environment variable LOCAL_WORLD_SIZE, the number of this "
-            f"node's ranks, which torchrun sets; it is {text!r}; give the number instead"
-        )
-    return int(text)
 
 
 def _compare(own: int | str, world: ProcessGroup, state: GroupState) -> None:
