@@ -61,10 +61,9 @@ def align(
 ) -> Alignment:
     """Bring all ranks to the same number of passes, after a failure that they learned of late.
 
-    Each writes how many passes it has made, and ranks that are behind abort passes, because the
-    devices of the others wait in them. A ``timeout`` of None is the store's. If the others do not
-    come, this rank makes no pass until they have come. Its other groups align before their next
-    pass.
+    The devices of ranks that are ahead wait in the passes that the others abort. A ``timeout`` of
+    None is the store's. If the others do not come, this rank makes no pass until they have come.
+    Its other groups align before their next pass.
     """
     is_known, state.is_misaligned = state.is_misaligned, True
     if state.is_lost:
@@ -156,14 +155,13 @@ def aborting_message(state: GroupState, size: int, device: torch.device) -> Tens
     """
     with _compat.without_dispatch_modes(), torch.inference_mode(False):
         kept = state.aborting
-        if kept is None or kept.numel() < size or not _is_on(kept, device):
+        if (
+            kept is None
+            or kept.numel() < size
+            or kept.device.type != device.type
+            or device.index not in (None, kept.device.index)  # a device may lack a number
+        ):
             kept = torch.empty(size, dtype=torch.float64, device=device)
             if not _compat.is_in_cuda_graph(kept):
                 state.aborting = kept
         return kept[:size].fill_(torch.nan)  # again: a collective writes its result here
-
-
-def _is_on(tensor: Tensor, device: torch.device) -> bool:
-    """Whether a tensor is on a device, which may lack a number."""
-    own = tensor.device
-    return own.type == device.type and device.index in (None, own.index)

@@ -16,7 +16,6 @@ class DeviceStatus:
         self._device, pins = device, device.type == "cuda"
         # How long to wait before reading; None to read without waiting.
         self._wait_seconds = wait_seconds if pins else None
-        # The stream to wait for.
         self._stream: torch.cuda.Stream | None = None
         # 0, or the sum of the fingerprints of a pass; negative if a rank has aborted it.
         self.note = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=pins)
@@ -83,10 +82,7 @@ class DeviceStatuses:
         return status
 
     def read(self) -> float:
-        """Return a failure that a device has noted and that has not been raised; 0 without one.
-
-        It is the sum of the fingerprints of the pass, negative if a rank has aborted it.
-        """
+        """Return the note of a failure that has not been raised; 0 without one."""
         for status in self.by_device.values():
             found = status.read()
             if found != 0:

@@ -26,7 +26,6 @@ class Identity:
         self.name = name
         # This process's own number of the layer, which copies share.
         self.key = next(Identity.new_keys) if key is None else key
-        # A number of 29 bits for the name, the same on all ranks.
         self.number = digest(name) if name else 0
         # The record of the layer's last forward pass, a syncbn.distributed.state.PassRecord.
         self.record: Any = None
