@@ -155,13 +155,11 @@ class SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight, bias and residual."""
-        layer, state = ctx.record.layer, ctx.record.state
-        if state is None:
-            record = PassRecord(None, layer, "backward")
-        elif state.get_group() is None:
-            raise errors.with_layer_and_rank(state.destroyed(), layer, None)
-        else:
-            record = state.record(layer, "backward")
+        record, state = ctx.record, ctx.record.state
+        if state is not None:
+            if state.get_group() is None:
+                raise errors.with_layer_and_rank(state.destroyed(), record.layer, None)
+            record = state.record(record.layer, "backward")
         with _compat.without_torch_function():  # saved tensors may be of subclasses
             return *backward(ctx, grad_output, record), None, None, None
 
@@ -296,9 +294,6 @@ def backward(ctx: Any, grad_output: Tensor, record: PassRecord) -> Gradients:
     )
 
 
-# The sums over the ranks.
-
-
 def all_reduce(message: Tensor, record: PassRecord) -> Tensor:
     """Sum a message over the ranks; in one process, return it.
 
@@ -404,9 +399,6 @@ def named_record(group_name: str | None, layer: Identity, direction: str) -> Pas
     if layer.key and record.is_forward:
         layer.record = record
     return record
-
-
-# Higher derivatives.
 
 
 class _SumOverRanks(torch.autograd.Function):
