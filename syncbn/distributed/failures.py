@@ -293,12 +293,12 @@ def _check_earlier_passes(state: GroupState) -> None:
         device = collectives.likely_device(state.group)
         cause, hindrance = alignment.align(state, device, timeout=None)
         if hindrance:
-            raise _error(
-                state,
+            text = (
                 "an earlier pass failed, and since then the ranks may have made different numbers "
                 f"of passes: {hindrance}{cause and f' ({cause})'}; call destroy_process_group(), "
-                "then init_process_group()",
+                "then init_process_group()"
             )
+            raise errors.with_layer_and_rank(RuntimeError(text), ANONYMOUS, state.group)
     failed = _failed(state)
     if failed is not None:
         raise _of_earlier_pass(failed)
@@ -375,8 +375,4 @@ def _of_earlier_pass(state: GroupState) -> Exception:
     )
     if hindrance:
         text += f"; the ranks are not aligned yet: {hindrance}"
-    return _error(state, text)
-
-
-def _error(state: GroupState, text: str) -> Exception:
     return errors.with_layer_and_rank(RuntimeError(text), ANONYMOUS, state.group)
