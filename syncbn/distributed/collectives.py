@@ -83,7 +83,7 @@ def checked_group(process_group: object) -> ProcessGroup | None:
 
 
 class GroupReference:
-    """A layer and a graph of autograd hold this object in place of their group.
+    """A layer holds this object in place of its group.
 
     The reference to a group of torch.distributed is weak. ``destroy_process_group`` then frees the
     group, which closes its connections, and so the other ranks notice. Copies share the object.
