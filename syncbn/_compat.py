@@ -37,6 +37,7 @@ graph_task_id = torch._C._current_graph_task_id  # -1 outside of backward passes
 jit_tracing_state = torch._C._get_tracing_state  # of torch.jit.trace; None outside of it
 set_jit_tracing_state = torch._C._set_tracing_state  # type: ignore[attr-defined]
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # torch.autograd.graph.increment_version takes as long as an operator's check of its arguments.
 increment_version = torch._C._increment_version
 is_dispatch_key_included = torch._C._dispatch_tls_is_dispatch_key_included

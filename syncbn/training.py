@@ -18,6 +18,7 @@ from syncbn._compat import (
     active_ddp_model,
     are_transforms_active,
     increment_version,
+    is_profiling,
     jit_tracing_state,
     num_dispatch_modes,
 )
@@ -294,6 +295,9 @@ def backward(ctx: Any, grad_output: Tensor, record: PassRecord) -> Gradients:
     )
 
 
+# The sums over the ranks.
+
+
 def all_reduce(message: Tensor, record: PassRecord) -> Tensor:
     """Sum a message over the ranks; in one process, return it.
 
@@ -322,8 +326,8 @@ def all_reduce(message: Tensor, record: PassRecord) -> Tensor:
     state.last, state.next_size_sent, state.totals = record, next_size, None
     state.num_summed = group.size() if state.adds_up else 1
     try:
-        if state.has_labels or num_dispatch_modes() > 0 or dist.all_reduce is not TORCHS_ALL_REDUCE:
-            label = record.label if state.has_labels else ""
+        if is_profiling() or num_dispatch_modes() > 0 or dist.all_reduce is not TORCHS_ALL_REDUCE:
+            label = record.label if is_profiling() else ""
             totals = collectives.all_reduce_sum(message, group, label)
         else:
             totals, work = message, group.allreduce([message], SUM)
@@ -399,6 +403,9 @@ def named_record(group_name: str | None, layer: Identity, direction: str) -> Pas
     if layer.key and record.is_forward:
         layer.record = record
     return record
+
+
+# Higher derivatives.
 
 
 class _SumOverRanks(torch.autograd.Function):

@@ -124,8 +124,6 @@ class GroupState:
         # gloo adds up on the CPU, so that the host waits in the sum of CUDA tensors.
         self.waits_for_cuda = backend == "gloo"
         self.adds_up = collectives.adds_up(group)
-        # Whether profiles show the names of passes: where TORCH_DISTRIBUTED_DEBUG asks for details.
-        self.has_labels = dist.get_debug_level() != dist.DebugLevel.OFF  # type: ignore[attr-defined]
         self.store = GroupStore(group, keeps_keys=self.is_over_nccl)
         # A weak reference, for the reason that collectives.GroupReference gives.
         self.get_group = ref(group, self.store.close)

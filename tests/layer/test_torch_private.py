@@ -402,6 +402,12 @@ def test_dynamic_integers_do_not_compile_a_graph_for_each_value():
     assert len(graphs) == 1
 
 
+def test_profiler():
+    assert not _compat.is_profiling()
+    with torch.autograd.profiler.profile(use_kineto=False):
+        assert _compat.is_profiling()
+
+
 def test_tracer_of_a_graph():
     outside, inside = recorded(_compat.tracer_of_graph)
     assert outside is None and inside is not None
