@@ -84,6 +84,12 @@ def of_collective(cause: Exception, record: PassRecord) -> Exception:
             "failed, left, did not come in time or runs another layer; look at the first error of "
             "the other ranks, and run with TORCH_DISTRIBUTED_DEBUG=DETAIL to compare what they do"
         )
+        if _compat.active_ddp_model() is not None:
+            text += (
+                "; under DistributedDataParallel, a rank that alone evaluates or makes another pass "
+                "through the wrapper meets this all-reduce with a broadcast of buffers: call "
+                "model.module there, or turn these broadcasts off"
+            )
         error = RuntimeError(f"{of_pass(RuntimeError(text), record)}: {reason}")
     error.__cause__ = cause
     return error

@@ -1,6 +1,7 @@
 """DistributedDataParallel without broadcasts of buffers, as docs/statistics.md recommends it."""
 
 import inspect
+from unittest import mock
 
 import pytest
 import torch
@@ -76,3 +77,17 @@ def test_one_rank_may_evaluate_through_the_wrapper(two_ranks):
 def test_pass_of_one_rank_alone_is_an_error_on_all_ranks(two_ranks):
     texts = two_ranks.run(call_on_rank_0_alone, True)
     assert all("the ranks run different passes" in text for text in texts), texts
+
+
+def fail_in_the_wrapper(rank, world_size):
+    ddp = DistributedDataParallel(convert_sync_batchnorm(model()))
+    lost = RuntimeError("Connection closed by peer")
+    with (
+        mock.patch("torch.distributed.all_reduce", side_effect=lost),
+        pytest.raises(RuntimeError, match="turn these broadcasts off .*Connection closed by peer"),
+    ):
+        ddp(batch(0, rank))
+
+
+def test_error_in_the_wrapper_names_the_broadcasts(two_ranks):
+    two_ranks.run(fail_in_the_wrapper)
