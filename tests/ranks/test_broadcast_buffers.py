@@ -62,10 +62,10 @@ def call_on_rank_0_alone(rank, world_size, trains):
 
 
 @pytest.mark.trouble(
-    "Under DistributedDataParallel a hang, or gloo's `Connection closed by peer` or `Timed out "
-    "waiting` without a word of syncbn",
+    "A hang under DDP, or gloo's `Connection closed by peer` or `Timed out waiting` without a "
+    "word of syncbn",
     "One rank alone called the wrapped model: to evaluate, to print a summary, or for a step more. "
-    "DDP's broadcast of buffers met a layer's all-reduce",
+    "DistributedDataParallel's broadcast of buffers met a layer's all-reduce",
     "On one rank call `model.module`, in `eval()`. Without [DDP's "
     "broadcasts](statistics.md#broadcasts-of-buffers) evaluation through the wrapper works, and an "
     "additional training pass is an error at once",
