@@ -14,7 +14,7 @@ NO_RESULTS = "`make bench` measures the machine it runs on and writes the result
 
 # Lines of the README's tables, in this order; the page has all.
 CASES = {
-    "ResNet-50 x32": "layers of ResNet-50, 32 images, host-bound",
+    "ResNet-50 x32": "layers of ResNet-50, 32 images: time of the host",
     "ResNet-50 x256": "layers of ResNet-50, 256 images",
     "memory": "larger than the caches",
     "sweep": "geometric mean over nets",
@@ -23,7 +23,8 @@ CASES = {
 COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last")
 
 ABOVE_ALL = (
-    "A layer's forward and backward pass: 2.00x takes half the time; a blank cell was not measured."
+    "The speed of one layer's forward and backward pass, without communication: 2.00x takes half "
+    "the time. Blank cells were not measured."
 )
 OF_DEVICE = "Relative to {theirs}, on {device} {how}, {date}{brackets}:"
 OF_ALLOCATOR = (
