@@ -86,8 +86,8 @@ def of_collective(cause: Exception, record: PassRecord) -> Exception:
         )
         if _compat.active_ddp_model() is not None:
             text += (
-                "; under DistributedDataParallel, a rank that alone evaluates or makes another pass "
-                "through the wrapper meets this all-reduce with a broadcast of buffers: call "
+                "; under DistributedDataParallel, if one rank alone evaluates or makes another "
+                "pass through the wrapper, its broadcast of buffers meets this all-reduce: call "
                 "model.module there, or turn these broadcasts off"
             )
         error = RuntimeError(f"{of_pass(RuntimeError(text), record)}: {reason}")

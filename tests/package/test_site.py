@@ -115,7 +115,7 @@ def test_search_finds_words_of_users(site, words, page):
 
 def test_page_of_the_benchmarks_shows_its_tables_and_pictures(site):
     page = (site / "benchmarks/index.html").read_text()
-    for path in RESULTS.glob("*.csv"):
+    for path in RESULTS.glob("[!s]*.csv"):  # whole steps are in the README
         assert f'id="{path.stem}"' in page
         assert f'src="results/{path.stem}.png"' in page
         assert (site / f"benchmarks/results/{path.stem}.png").stat().st_size > 10_000
