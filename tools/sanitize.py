@@ -18,7 +18,7 @@ TESTS = ROOT / "tests" / "sanitizer"
 # The memory is one value smaller than the tensor; operators cannot detect this.
 OVERFLOW = """
 import ctypes, torch
-from syncbn import ops
+from syncbn.ops import usual as ops
 malloc = ctypes.CDLL(None).malloc
 malloc.restype = ctypes.c_void_p
 memory = (ctypes.c_float * 60).from_address(malloc(59 * 4))
@@ -26,7 +26,7 @@ ops.batch_norm_stats(torch.frombuffer(memory, dtype=torch.float32).view(4, 3, 5)
 """
 MISALIGNED = """
 import torch
-from syncbn import ops
+from syncbn.ops import usual as ops
 weight = torch.frombuffer(bytearray(13), dtype=torch.float32, offset=1)
 x = torch.ones(4, 3, 5)
 ops.batch_norm_apply(x, ops.batch_norm_stats(x), weight, None, None, None, None, 0.1, 1e-5)

@@ -30,9 +30,9 @@ def statistics(totals: Tensor, count: Tensor, eps: float) -> tuple[Tensor, Tenso
 def update_running(
     batch: tuple[Tensor, Tensor, Tensor], running: Sequence[Tensor | None], momentum: float | None
 ) -> None:
-    """Move the running statistics toward a batch, as csrc/common/running.h; toward no values, not.
+    """Move the running statistics toward a batch, as csrc/common/running.h does.
 
-    ``batch`` is its mean, its sum of squared deviations and its number of values per channel;
+    A batch without values changes nothing. ``batch`` is its mean, its sum of squared deviations and its number of values per channel;
     ``running`` is mean, variance and number of batches, each or None.
     """
     mean, m2, count = batch
