@@ -32,8 +32,8 @@ def update_running(
 ) -> None:
     """Move the running statistics toward a batch, as csrc/common/running.h does.
 
-    A batch without values changes nothing. ``batch`` is its mean, its sum of squared deviations and its number of values per channel;
-    ``running`` is mean, variance and number of batches, each or None.
+    A batch without values changes nothing. ``batch`` is its mean, its sum of squared deviations and
+    its number of values per channel; ``running`` is mean, variance and number of batches, or None.
     """
     mean, m2, count = batch
     running_mean, running_var, num_batches_tracked = running
