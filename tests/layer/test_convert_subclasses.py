@@ -2,26 +2,21 @@
 
 import copy
 import functools
-import os
 import pickle
-import subprocess
-import sys
 import warnings
 from typing import ClassVar, Generic, TypeVar
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.subclasses import Square, Unchecked, WithoutMethods, images
 from torch import nn
 
 from syncbn import (
     SyncBatchNorm,
     SyncBatchNorm2d,
     convert_sync_batchnorm,
-    freeze_statistics,
-    fuse_activations,
     revert_sync_batchnorm,
-    unfreeze_statistics,
 )
 
 
@@ -68,10 +63,6 @@ class Stepping(nn.BatchNorm2d):
 
     def forward(self, input):
         return self.single(input.flatten(*self.steps)).view_as(input)
-
-
-def images(channels=3):
-    return torch.randn(4, channels, 5, 5, dtype=torch.float64)
 
 
 INPUTS = {
@@ -122,202 +113,6 @@ def test_module_named_activation_of_a_layer_without_methods_stays():
     assert (converted(images().float()) < 0).any()
     reverted = revert_sync_batchnorm(converted)[0]
     assert type(reverted) is nn.BatchNorm2d and reverted.activation is layer.activation
-
-
-class WithArguments(nn.BatchNorm2d):
-    """Is made of arguments that a pickle holds."""
-
-    def __new__(cls, channels, **_):
-        return super().__new__(cls)
-
-    def __getnewargs__(self):
-        return (self.num_features,)
-
-
-class WithKeywords(nn.BatchNorm2d):
-    def __new__(cls, *_, channels=3):
-        return super().__new__(cls)
-
-    def __getnewargs_ex__(self):
-        return (), {"channels": self.num_features}
-
-
-class Reduced(nn.BatchNorm2d):
-    def __reduce__(self):
-        return remade, (functools.partial(type(self), self.num_features),), vars(self)
-
-
-def remade(make):
-    return make()
-
-
-class ReducedByProtocol(nn.BatchNorm2d):
-    def __reduce_ex__(self, protocol):
-        return copied_norm, (self.num_features, vars(self))
-
-
-def copied_norm(channels, attributes):
-    layer = ReducedByProtocol(channels)
-    layer.__dict__.update(attributes)
-    return layer
-
-
-TORCHS = vars(nn.BatchNorm2d(3)).keys()
-
-
-class Listing(nn.BatchNorm2d):
-    def __getstate__(self):
-        return {name: value for name, value in vars(self).items() if name in TORCHS}
-
-
-class Replacing(nn.BatchNorm2d):
-    def __setstate__(self, state):
-        object.__setattr__(self, "__dict__", dict(state))
-
-
-class Slotted(nn.BatchNorm2d):
-    __slots__ = ("scale",)
-
-    def __init__(self, channels):
-        super().__init__(channels)
-        self.scale = 2.0
-
-    def forward(self, input):
-        return super().forward(input) * self.scale
-
-    def __getstate__(self):
-        return {**vars(self), "slot": self.scale}
-
-    def __setstate__(self, state):
-        self.scale = state.pop("slot")
-        super().__setstate__(state)
-
-
-class CopyingItself(nn.BatchNorm2d):
-    def __deepcopy__(self, memo):
-        layer = CopyingItself(self.num_features)
-        layer.load_state_dict(self.state_dict())
-        return layer
-
-    def __copy__(self):
-        return copy.deepcopy(self)
-
-
-PICKLED = [
-    *(WithArguments, WithKeywords, Reduced, ReducedByProtocol, Listing, Replacing, Slotted),
-    CopyingItself,
-]
-COPIES = {
-    "copy": copy.copy,
-    "deepcopy": copy.deepcopy,
-    **{
-        f"pickle{protocol}": lambda layer, protocol=protocol: pickle.loads(
-            pickle.dumps(layer, protocol)
-        )
-        for protocol in (0, 1, 2, 5)
-    },
-}
-
-
-@pytest.mark.parametrize("way", COPIES)
-@pytest.mark.parametrize("cls", PICKLED)
-def test_class_with_its_own_way_to_be_copied_stays_converted(cls, way):
-    model = convert_sync_batchnorm(nn.Sequential(cls(3), nn.ReLU()).double())
-    fuse_activations(model)
-    layer = model[0]
-    freeze_statistics(layer)
-    copied = COPIES[way](layer)
-    assert type(copied) is type(layer) and copied is not layer
-    assert copied._syncbn.identity.name == "0" and not copied.train().training
-    for loaded in (copied, layer):
-        unfreeze_statistics(loaded)
-    x = images()
-    assert torch.equal(copied(x), layer(x))
-    assert layer._syncbn_takes_activation == (copied(x).min() == 0)
-
-
-class NamingItsBase(nn.BatchNorm2d):
-    def __init__(self, channels):
-        nn.BatchNorm2d.__init__(self, channels)
-
-
-class ByPosition(nn.BatchNorm2d):
-    def __init__(self, channels, device=None, dtype=None):
-        super().__init__(channels, 1e-5, 0.1, True, True, device, dtype)
-
-
-class WithProperty(nn.BatchNorm2d):
-    @property
-    def activation(self):
-        return "none"
-
-
-@pytest.mark.parametrize("cls", [NamingItsBase, ByPosition, WithProperty, nn.BatchNorm2d])
-def test_class_of_a_converted_layer_makes_layers(cls):
-    layer = convert_sync_batchnorm(cls(3))
-    options = {"device": torch.device("cpu")} if cls is ByPosition else {}
-    made = type(layer)(3, **options)
-    assert type(made) is type(layer)
-    assert made._syncbn.identity is not layer._syncbn.identity
-    x = images().float()
-    assert torch.equal(made(x), layer(x))
-    assert torch.equal(pickle.loads(pickle.dumps(made))(x), layer(x))
-
-
-OTHER_PROCESS = """
-import pickle, sys
-layer = pickle.load(open(sys.argv[1], "rb"))
-print(type(layer).__name__, [cls.__name__ for cls in type(layer).__mro__].index("Swish"))
-"""
-
-MODULE = """
-from torch import nn
-class Swish(nn.BatchNorm2d):
-    def forward(self, input):
-        return nn.functional.silu(super().forward(input))
-"""
-
-
-def test_pickle_loads_in_a_process_that_never_converted(tmp_path, monkeypatch):
-    (tmp_path / "swish.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    from swish import Swish
-
-    path = tmp_path / "layer.pickle"
-    path.write_bytes(pickle.dumps(convert_sync_batchnorm(Swish(3))))
-    output = subprocess.run(
-        [sys.executable, "-c", OTHER_PROCESS, path],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:" + ":".join(sys.path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    assert output.split() == ["SyncSwish", "2"]
-
-
-class Activated(nn.BatchNorm2d):
-    """Has attributes under the names of ours, and needs them."""
-
-    def __init__(self, channels, activation):
-        super().__init__(channels)
-        self.activation, self.negative_slope = activation, 0.5
-        self.process_group = None
-
-    def forward(self, input):
-        assert self.process_group is None
-        return self.activation(super().forward(input)) * self.negative_slope
-
-
-@pytest.mark.parametrize("activation", [torch.tanh, nn.ReLU()])
-def test_attributes_under_the_names_of_ours_come_back(activation):
-    layer, x = Activated(3, activation), torch.rand(2, 3, 4, 4)
-    expected, names = copy.deepcopy(layer)(x), vars(layer).keys()
-    model = convert_sync_batchnorm(nn.Sequential(layer))
-    torch.testing.assert_close(model(x), expected)  # float32 rounding
-    revert_sync_batchnorm(model)
-    assert type(layer) is Activated and vars(layer).keys() == names
-    assert torch.equal(copy.deepcopy(model)(x), expected)
 
 
 class Registered(nn.BatchNorm2d):
@@ -482,22 +277,6 @@ def test_class_that_normalizes_by_itself_is_named_when_it_first_trains(cls):
     assert type(revert_sync_batchnorm(model)[0][0]) is cls and type(layer) is cls
 
 
-class WithoutMethods(nn.BatchNorm2d):
-    pass
-
-
-class Unchecked(nn.BatchNorm2d):
-    def _check_input_dim(self, input):
-        pass
-
-
-class Square(nn.BatchNorm2d):
-    def _check_input_dim(self, input):
-        super()._check_input_dim(input)
-        if input.size(2) != input.size(3):
-            raise ValueError(f"expected a square, but got {list(input.shape)}")
-
-
 @pytest.mark.parametrize("cls", [WithoutMethods, Unchecked, Square, Doubled, ByName])
 def test_torchs_forward_is_named_whatever_the_class_that_it_was_bound_for(cls):
     layer, x = cls(3), images().float()
@@ -514,68 +293,6 @@ def test_torchs_forward_is_named_whatever_the_class_that_it_was_bound_for(cls):
         bound(x)
     layer.eval()
     bound(x)
-
-
-OBLONG = torch.arange(24.0).view(2, 3, 2, 2).repeat(1, 1, 1, 2)
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_check_of_the_class_is_made(training):
-    model = convert_sync_batchnorm(nn.Sequential(Square(3), Unchecked(3))).train(training)
-    model(OBLONG[..., :2])
-    words = r"expected a square, but got \[2, 3, 2, 4\] \[layer '0'\]"
-    with pytest.raises(ValueError, match=words):
-        model(OBLONG)
-    with pytest.raises(ValueError, match="expected 4D input"):
-        model(OBLONG[0])
-    model[1](OBLONG[..., 0])
-
-
-def refused(rank, world_size):
-    torch.manual_seed(0)
-    layer = convert_sync_batchnorm(nn.Sequential(Square(3)))
-    with pytest.raises((ValueError, RuntimeError)) as caught:
-        layer(OBLONG if rank == 1 else OBLONG[..., :2])
-    layer(OBLONG[..., :2])
-    return str(caught.value)
-
-
-def test_check_of_the_class_fails_on_all_ranks(two_ranks):
-    others, own = two_ranks.run(refused)
-    assert own.startswith("expected a square") and "rank 1: ValueError: expected a square" in others
-
-
-@pytest.mark.parametrize("cls", [nn.BatchNorm2d, WithoutMethods, SyncBatchNorm2d])
-@pytest.mark.parametrize("training", [True, False])
-def test_check_that_a_program_sets_is_made(monkeypatch, cls, training):
-    layer = convert_sync_batchnorm(cls(3)).train(training)
-    for owner in (layer, type(layer), cls, nn.BatchNorm2d):
-        with monkeypatch.context() as patch:
-            check = (lambda input: None) if owner is layer else (lambda self, input: None)
-            patch.setattr(owner, "_check_input_dim", check)
-            layer(OBLONG[..., 0])
-        with pytest.raises(ValueError, match="expected 4D input"):
-            layer(OBLONG[..., 0])
-
-
-def test_check_of_a_program_may_call_the_one_before():
-    layer = convert_sync_batchnorm(Square(3))
-    before = layer._check_input_dim
-
-    def check(input):
-        before(input)
-        raise ValueError("never")
-
-    layer._check_input_dim = check
-    for x, words in (
-        (OBLONG[..., :2], "never"),
-        (OBLONG, "expected a square"),
-        (OBLONG[..., 0], "expected 4D"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            layer(x)
-    del layer._check_input_dim
-    layer(OBLONG[..., :2])
 
 
 def test_parameters_are_reset_as_a_program_has_torchs_class_do(monkeypatch):
