@@ -2,7 +2,8 @@
 
 Only the layers run, on inputs so small that a GPU waits for its host; the clock stops before the
 device is waited for. Times are microseconds a layer, medians and quartiles of interleaved rounds:
-of the process with all its threads, and of the wall. Counts are a layer's. The parts show what CUDA
+of the process with all its threads, and of the wall. Counts are a layer's. Beginnings of a pass
+come one step further each: their differences show where the time goes. The parts show what CUDA
 itself takes: on the stand-in for it, in tests/standin, other times than on a GPU. There this runs
 with STANDIN_KERNELS=skip STANDIN_STREAMS=late STANDIN_DELAY_MS=20000.
 """
@@ -28,6 +29,9 @@ from benchmarks import measure
 from benchmarks.cases import RESNET50
 from benchmarks.measure import Call
 from benchmarks.results import spread
+from syncbn import ops, training
+from syncbn.distributed.state import record_of
+from syncbn.ops.arguments import Arguments
 
 CHANNELS = [channels for layers, channels, _ in RESNET50 for _ in range(layers)]
 KINDS: dict[str, Callable[..., nn.Module]] = {
@@ -69,16 +73,83 @@ def step_calls(kind: str, layers: int, compiler: str) -> dict[Key, Call]:
     return {(kind, "forward"): forward, (kind, "backward"): backward}
 
 
+class Beginnings:
+    """A layer's passes, each up to one of its steps."""
+
+    def __init__(self, channels: int) -> None:
+        self.layer = syncbn.SyncBatchNorm(channels).cuda()
+        self.x = torch.randn((2, channels, 2, 2), device="cuda")
+        values: list[Any] = [*self.layer.parameters(), *self.layer.buffers(), 0.1, 1e-5, channels]
+        self.arguments = Arguments(*values)
+        identity = self.layer._syncbn.identity
+        self.record = record_of(None, identity, "forward")
+        assert self.record.state is not None
+        self.backward_record = self.record.state.record(identity, "backward")
+        self.saved = training.normalize(self.x, self.sums(), self.arguments, self.record)[1:]
+
+    def statistics(self) -> Tensor:
+        """Compute the message of a forward pass."""
+        return ops.usual.batch_norm_stats(self.x, self.record.tail, *self.arguments[:6])
+
+    def sums(self) -> Tensor:
+        """Sum it over the ranks."""
+        return training.all_reduce(self.statistics(), self.record)
+
+    def normalized(self) -> object:
+        """Normalize by the sums."""
+        return training.normalize(self.x, self.sums(), self.arguments, self.record)
+
+    def trained(self) -> object:
+        """Do all that a forward pass does without a gradient."""
+        return training.train(self.x, self.arguments, self.record)
+
+    def reduced(self) -> Tensor:
+        """Compute the message of a backward pass."""
+        mean, invstd, _ = self.saved
+        dtypes = (torch.float32, torch.float32)
+        return ops.usual.batch_norm_backward_reduce(
+            self.x, self.x, mean, invstd, *dtypes, self.backward_record.tail
+        )[0]
+
+    def backward_sums(self) -> Tensor:
+        """Sum it over the ranks."""
+        return training.all_reduce(self.reduced(), self.backward_record)
+
+    def backward_applied(self) -> object:
+        """Compute the gradient of the input."""
+        sums, state = self.backward_sums(), self.backward_record.state
+        assert state is not None
+        mean, invstd, count = self.saved
+        operands = (mean, invstd, self.arguments.weight, sums, count)
+        expectation = state.expectation(self.backward_record, sums)
+        return ops.usual.batch_norm_backward_apply(self.x, self.x, *operands, *expectation)
+
+
 def part_calls(layers: int) -> dict[Key, Call]:
-    """Return the calls that layers consist of, on eight numbers, as often as there are layers."""
-    x, cpu = torch.ones(8, device="cuda"), torch.ones(8)
+    """Return beginnings of passes, and the calls of CUDA that layers consist of, on eight numbers.
+
+    Each is made as often as there are layers.
+    """
+    passes = [Beginnings(channels) for channels in CHANNELS[:layers]]
+    x, cpu, event = torch.ones(8, device="cuda"), torch.ones(8), torch.cuda.Event()
     parts: dict[str, Call] = {
         "an allocation": lambda: torch.empty_like(x),
         "an operator of torch": lambda: x.add_(1),
         "the same on the CPU": lambda: cpu.add_(1),
         "an all_reduce": lambda: dist.all_reduce(x),
+        "an event": lambda: event.record(),
+        "a question to it": lambda: event.query(),
     }
-    return {(name, "part"): repeat(part, layers) for name, part in parts.items()}
+    calls: dict[Key, Call] = {
+        ("statistics", "forward"): lambda: [p.statistics() for p in passes],
+        ("and their sum", "forward"): lambda: [p.sums() for p in passes],
+        ("and normalization", "forward"): lambda: [p.normalized() for p in passes],
+        ("and checks, Function", "forward"): lambda: [p.trained() for p in passes],
+        ("reduction", "backward"): lambda: [p.reduced() for p in passes],
+        ("and its sum", "backward"): lambda: [p.backward_sums() for p in passes],
+        ("and the gradient", "backward"): lambda: [p.backward_applied() for p in passes],
+    }
+    return calls | {(name, "part"): repeat(part, layers) for name, part in parts.items()}
 
 
 def repeat(call: Call, times: int) -> Call:
