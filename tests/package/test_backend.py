@@ -1,4 +1,4 @@
-"""Installing in an environment that lacks what a build needs: pip's first words say what to do."""
+"""A build without the packages that it needs: the first lines of the error say what to do."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ def environment(tmp_path_factory):
 
 
 def install(environment, versions):
-    """Install syncbn beside packages of which only the versions are there."""
+    """Install syncbn where metadata names these versions of packages."""
     (packages,) = environment.glob("lib/python*/site-packages")
     for name in ("setuptools", "torch"):
         folder = packages / f"{name}-0.dist-info"
