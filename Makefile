@@ -118,7 +118,7 @@ $(FOLDERS:%=test-%): test-%: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/pytest tests/$*
 
 # Late work on two devices shows the mistakes that other modes show, but no access outside of a tensor:
-# operators run without torch's cache for that (docs/standin.md). The newest torch runs standin-core.
+# operators run without torch's cache for that (tests/standin/README.md). The newest torch runs standin-core.
 STANDIN := $(BIN)/python tests/standin/run.py $(BIN)/pytest
 STANDIN_PARTS := late own operators
 .PHONY: $(STANDIN_PARTS:%=standin-%) standin-build standin-core

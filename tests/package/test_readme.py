@@ -77,7 +77,7 @@ def commands(document):
 
 INSTALL = [
     "python3 -m venv .venv && . .venv/bin/activate",
-    'pip install torch ninja "setuptools>=77.0.3,<82"',
+    'pip install torch numpy ninja "setuptools>=77.0.3,<82"',
     "pip install --no-build-isolation .",
 ]
 
@@ -86,7 +86,7 @@ def test_commands_are_the_ones_that_are_tested():
     """.ci/run installs as the Makefile does and runs all tests, test_examples runs the demo."""
     assert commands(README) == [*INSTALL, "make demo", "make test", "make test-all"]
     makefile = (ROOT / "Makefile").read_text()
-    needed = INSTALL[1].removeprefix("pip install torch ")
+    needed = INSTALL[1].removeprefix("pip install torch numpy ")
     assert f"torch$(if $(TORCH),==$(TORCH)) {needed}" in makefile
     assert f"'pip install torch {needed}'" in (ROOT / "tools/backend/syncbn_backend.py").read_text()
 
