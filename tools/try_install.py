@@ -1,9 +1,9 @@
 """Tries the README's installation before a release: ``python -m tools.try_install [PYTHON ...]``.
 
-For each Python, by default each python3.x on PATH, it clones the repository, runs the first block of
-the README as printed, then ``python -m syncbn info`` and the README's program. If uv is on PATH, the
-first Python is tried with uv's commands too. Prints a line for each way, and the last lines of one that
-failed; the exit status is then 1. Each way downloads torch.
+For each Python, by default each python3.x on PATH, it clones the repository, runs the first block
+of the README as printed, then ``python -m syncbn info`` and the README's program. If uv is on PATH,
+it tries the first Python with uv's commands too. It prints a line for each way, and the last lines
+of one that failed; the exit status is then 1. Each way downloads torch.
 """
 
 import re
