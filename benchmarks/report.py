@@ -23,8 +23,8 @@ CASES = {
 COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last")
 
 ABOVE_ALL = (
-    "The speed of one layer's forward and backward pass, without communication: 2.00x takes half "
-    "the time. Blank cells were not measured."
+    "Below is the speed of one layer's forward and backward pass, without other ranks: 2.00x takes "
+    "half the time. Blank cells were not measured."
 )
 OF_DEVICE = "Relative to {theirs}, on {device} {how}, {date}{brackets}:"
 OF_ALLOCATOR = (
@@ -184,7 +184,7 @@ def _setting(rows: list[Row], root: str) -> dict[str, str | float]:
     brackets = ""
     if is_cuda(rows):
         processor, theirs = "GPU", "`torch.nn.SyncBatchNorm`"
-        how = "in a group of one rank over NCCL, in which both were made to synchronize"
+        how = "with one rank over NCCL, both forced to synchronize"
     else:
         brackets = OF_ALLOCATOR.format(root=root)
         processor, theirs = "CPU", "torch's `BatchNorm`"
