@@ -180,9 +180,8 @@ def check_standard_library(library: Path):
     )
 
 
-class BuildHereToo(BuildExtension):
-    """Also leaves the binaries in the source tree, which hides the installed package from Python
-    wherever the checkout is the current directory."""
+class CheckedBuild(BuildExtension):
+    """Raises an error for a compiler that is missing or that makes unusable libraries."""
 
     def build_extensions(self):
         commands = [self.compiler.compiler_cxx[0]]
@@ -194,11 +193,6 @@ class BuildHereToo(BuildExtension):
     def build_extension(self, ext):
         super().build_extension(ext)
         check_standard_library(Path(self.get_ext_fullpath(ext.name)))
-
-    def run(self):
-        super().run()
-        if not self.inplace:
-            self.copy_extensions_to_source()
 
 
 extensions.insert(
@@ -242,5 +236,5 @@ setup(
     ext_modules=extensions,
     long_description=pypi_description(),
     long_description_content_type="text/markdown",
-    cmdclass={"build_ext": BuildHereToo},
+    cmdclass={"build_ext": CheckedBuild},
 )

@@ -10,6 +10,11 @@
 Help for one name: help(syncbn.convert_sync_batchnorm). Commands: python -m syncbn --help.
 """
 
+from pkgutil import extend_path
+
+# In a clone the compiled operators are those of the installed package.
+__path__ = extend_path(__path__, __name__)
+
 # First: its errors tell why syncbn cannot run here.
 from syncbn.ops._extension import build_info  # isort: skip
 from syncbn.conversion.convert import convert_sync_batchnorm, revert_sync_batchnorm

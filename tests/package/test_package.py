@@ -60,9 +60,21 @@ def sources(tmp_path):
     "`pip install --no-build-isolation .` in the clone",
 )
 def test_missing_binary_is_an_error_with_the_way_out(sources):
-    error = import_error(sources, "")
+    error = import_error(sources, "sys.modules['syncbn._C'] = None")
     assert "compiled operators cannot be loaded" in error
     assert "pip install --no-build-isolation ." in error
+
+
+def test_clone_uses_the_operators_of_the_installed_package(sources):
+    script = f"""if True:
+        import sys, torch
+        sys.path.insert(0, {str(sources)!r})
+        import syncbn
+        syncbn.SyncBatchNorm(3)(torch.rand(2, 3, 4, 4)).sum().backward()
+        print(syncbn.__file__)
+    """
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert result.stdout == f"{sources / 'syncbn/__init__.py'}\n", result.stderr
 
 
 @pytest.mark.trouble(
