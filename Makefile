@@ -4,18 +4,12 @@
 # WHEEL    a built wheel to install instead of this source tree
 # QUICK    1 for the benchmarks' subset, which goes to build/benchmarks
 # DEVICE   what is benchmarked, cpu or cuda                       (cpu)
-# OUTPUT   where gpu-check leaves its logs                        (build/gpu-check)
-# COMMIT   what gpu-check says it measured, where git cannot tell
-# PYTHONS  the versions that wheels are built for  (those of 3.10 to 3.14 that are on PATH)
 PYTHON ?= python3
 TORCH ?=
 VENV ?= .venv
 WHEEL ?=
 QUICK ?=
 DEVICE ?= cpu
-OUTPUT ?= build/gpu-check
-COMMIT ?=
-PYTHONS ?= $(foreach v,3.10 3.11 3.12 3.13 3.14,$(if $(shell python$v -V 2>/dev/null),$v))
 
 BIN := $(VENV)/bin
 TORCH_STAMP := $(VENV)/torch-$(or $(TORCH),newest).stamp
@@ -25,28 +19,18 @@ CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/
     tests/sanitizer/*.cpp tests/standin/*.h tests/standin/*/*.cpp tests/standin/*/*.h \
     benchmarks/*.cpp)
 
-.PHONY: help install demo test standin hidden bench gpu-check sanitize works record-works docs lint \
-    format wheel sdist wheels manylinux try-wheel clean
+.PHONY: help install demo test standin docs bench lint format clean
 
 help:
-	@echo "make install    build and install into the virtual environment"
-	@echo "make demo       train on real data in two processes and show the result"
-	@echo "make test       run the main tests: at most five minutes on two cores after the build"
-	@echo "make test-all   check format, lint and types, and run every test; -j2 runs two folders at once"
-	@echo "make standin    run the tests of CUDA without a GPU, on a stand-in for the CUDA runtime"
-	@echo "make hidden     run the tests of layers without the CPU operators, as other devices do"
-	@echo "make bench      measure this machine, draw the results, write the README's table"
-	@echo "make works      run what the table in docs/works shows, with two torches, and write it"
-	@echo "make docs       build the documentation site in build/site; a broken link is an error"
-	@echo "make gpu-check  build in place, test and measure on a GPU; installs nothing"
-	@echo "make sanitize   the operators with g++'s address, undefined and thread sanitizers"
-	@echo "make format     format the sources"
-	@echo "make wheel      build dist/*.whl for this Python, good for every torch from 2.11 on"
-	@echo "make sdist      build dist/*.tar.gz"
-	@echo "make wheels     build the sdist, and of it dist/*manylinux*.whl, one for each Python at hand"
-	@echo "make manylinux  the same in Docker for each Python and an older glibc, as PyPI gets them"
-	@echo "make try-wheel  install WHEEL alone into VENV and run the tests that each wheel passes"
-	@echo "make clean      remove what was built and the virtual environments"
+	@echo "make install   build and install into the virtual environment"
+	@echo "make demo      train on real data in two processes and show the result"
+	@echo "make test      run the main tests: at most five minutes on two cores after the build"
+	@echo "make test-all  check format, lint and types, and run every test; -j2 runs two folders at once"
+	@echo "make standin   run the tests of CUDA without a GPU, on a stand-in for the CUDA runtime"
+	@echo "make docs      build the documentation site in build/site; a broken link is an error"
+	@echo "make bench     measure this machine, draw the results, write the README's table"
+	@echo "make format    format the sources"
+	@echo "make -f tools/maintain.mk lists what maintainers and releases need"
 	@echo
 	@sed -n 's/^# \([A-Z][A-Z]\)/\1/p' Makefile
 
@@ -118,7 +102,7 @@ $(FOLDERS:%=test-%): test-%: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/pytest tests/$*
 
 # Late work on two devices shows the mistakes that other modes show, but no access outside of a tensor:
-# operators run without torch's cache for that (tests/standin/README.md). The newest torch runs standin-core.
+# operators run without torch's cache for that (tests/standin/README.md).
 STANDIN := $(BIN)/python tests/standin/run.py $(BIN)/pytest
 STANDIN_PARTS := late own operators
 .PHONY: $(STANDIN_PARTS:%=standin-%) standin-build standin-core
@@ -129,7 +113,7 @@ $(STANDIN_PARTS:%=standin-%) standin-core: standin-build
 standin-late:
 	STANDIN_DEVICES=2 STANDIN_STREAMS=late $(STANDIN) -m cuda --ignore=tests/operators tests
 standin-own:
-	$(STANDIN) tests/standin
+	$(BIN)/python tests/standin/check.py
 standin-operators:
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(STANDIN) -m cuda tests/operators
 standin-core: standin-operators
@@ -140,30 +124,6 @@ standin-core: standin-operators
 bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/python -m benchmarks run --device $(DEVICE) $(if $(QUICK),--quick)
 	$(if $(QUICK),,$(BIN)/python -m benchmarks table)
-
-# What is computed on devices without operators, in place of the CPU's.
-hidden: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
-	$(BIN)/pytest tests/layer/test_plain.py tests/ranks/test_plain_ranks.py tests/layer/test_hidden.py
-	SYNCBN_HIDE_OPERATORS=1 $(BIN)/pytest tests/layer tests/ranks
-
-gpu-check:
-	SYNCBN_COMMIT=$(COMMIT) $(PYTHON) -m tools.gpu_check $(OUTPUT)
-
-sanitize: $(VENV)/tools.stamp
-	$(BIN)/python -m tools.sanitize
-	SYNCBN_SANITIZED=1 ASAN_OPTIONS=detect_leaks=0 \
-	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	    $(BIN)/pytest -k "matches and float16 or offsets11 or small_inner or any_dtype or empty" \
-	    tests/emulation/test_kernels.py tests/emulation/test_training.py
-
-# Each torch in its environment of .ci/run. The table is of CPUs.
-works:
-	$(MAKE) record-works VENV=.venv-oldest TORCH=2.11.0
-	$(MAKE) record-works VENV=.venv-newest TORCH=2.15.0
-	.venv-newest/bin/python -m tools.documents
-
-record-works: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
-	$(BIN)/pytest -m "works and not cuda" --works=docs/works
 
 # The variable silences an advertisement of MkDocs' successor.
 docs: $(VENV)/tools.stamp
@@ -181,43 +141,6 @@ format: $(VENV)/tools.stamp
 	$(BIN)/clang-format -i $(CXX_FILES)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-
-wheel: $(TORCH_STAMP)
-	rm -rf dist
-	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-
-sdist: $(VENV)/tools.stamp
-	rm -rf dist build/wheels
-	$(BIN)/python -m build --sdist --no-isolation
-
-# Of the sdist, for that is what others build, and with the oldest torch, which all later ones load.
-# Torch's and NVIDIA's libraries come with torch. No GPU is seen, for which alone it would be built.
-wheels: sdist $(PYTHONS:%=build/wheels/%)
-	@echo "Wheels of Python $(or $(PYTHONS),3.10 to 3.14: none is on PATH; PYTHONS names others)"
-	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'lib*.so*' --wheel-dir dist \
-	    build/wheels/*/*.whl
-	$(CHECK_RELEASE)
-
-build/wheels/%: sdist
-	python$* -m venv $@/venv
-	$@/venv/bin/pip install --quiet --upgrade pip
-	$@/venv/bin/pip install --quiet --group wheel-build
-	CUDA_VISIBLE_DEVICES= $@/venv/bin/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $@ \
-	    dist/*.tar.gz
-
-manylinux: sdist
-	$(BIN)/cibuildwheel --platform linux --output-dir dist dist/*.tar.gz
-	$(CHECK_RELEASE)
-
-define CHECK_RELEASE
-	$(BIN)/python tools/wheels.py check dist/*.whl
-	$(BIN)/twine check --strict dist/*.tar.gz
-endef
-
-try-wheel: $(TORCH_STAMP)
-	$(BIN)/pip install --quiet --group wheel-test
-	$(BIN)/pip install --quiet --force-reinstall --no-deps $(WHEEL)
-	$(BIN)/python tools/wheels.py try
 
 clean:
 	rm -rf $(VENV) .venv-oldest .venv-newest build dist syncbn.egg-info syncbn/*.so

@@ -1,5 +1,5 @@
 # What .ci/run runs: two processes at a time, of whichever part has some.
-include Makefile
+include tools/maintain.mk
 
 OLDEST := VENV=.venv-oldest TORCH=2.11.0
 NEWEST := VENV=.venv-newest TORCH=2.15.0
@@ -17,11 +17,11 @@ unexport PYTHONDONTWRITEBYTECODE
 built: export CPPFLAGS := -Werror
 built: export NVCC_APPEND_FLAGS := -Werror=all-warnings -Xcompiler=-Werror
 built:
-	$(MAKE) wheel .venv-oldest/tools.stamp $(OLDEST)
+	$(MAKE) -f tools/maintain.mk wheel .venv-oldest/tools.stamp $(OLDEST)
 	rm -rf build/again
 	.venv-oldest/bin/python -m build --sdist --no-isolation --outdir build/again
 
-# Meanwhile, for it is a download.
+# A download, while the wheel compiles.
 torch:
 	$(MAKE) .venv-newest/torch-2.15.0.stamp $(NEWEST)
 

@@ -1,4 +1,3 @@
-import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -141,9 +140,9 @@ def three_ranks(ranks: Callable[..., Ranks]) -> Ranks:
 
 
 @pytest.fixture(scope="session", params=[pytest.param("source", marks=pytest.mark.any_torch)])
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def library(tmp_path_factory: pytest.TempPathFactory) -> emulated.Library:
     """The CUDA kernels on emulated threads, as a host compiler builds them."""
-    return emulated.build(tmp_path_factory.mktemp("kernels"))
+    return emulated.Library(tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture(scope="session")

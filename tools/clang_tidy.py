@@ -35,7 +35,8 @@ def commands() -> dict[str, list[str]]:
     """Return the compiler options of each file."""
     cpu = ["-std=c++20", *TORCH, PYTHON, *MACROS]
     found = {path: cpu for path in (*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"))}
-    emulation = ["-std=c++17", "-xc++", "-Itests/emulation", "-Icsrc", "-Wno-unknown-pragmas"]
+    emulation = ["-std=c++17", "-xc++", "-Itests/emulation", "-Itests/standin/threads", "-Icsrc"]
+    emulation += ["-Wno-unknown-pragmas"]
     kernels = (*ROOT.glob("csrc/cuda/kernels/*.cu"), *ROOT.glob("tests/emulation/**/*.cpp"))
     found.update({path: emulation for path in kernels})
     headers = cuda_include()

@@ -4,8 +4,8 @@
 - docs/troubleshooting.md: the marks ``@pytest.mark.trouble(symptom, cause, what_to_do)``. Text in
   “” is what the program says. The marks are read from the sources: no test is imported.
 - docs/works/README.md: docs/works/*.json. ``pytest -m works --works=docs/works`` records there the
-  outcomes of the tests marked ``works(text)`` with the installed torch. ``make works`` records them
-  with the oldest and the newest torch.
+  outcomes of the tests marked ``works(text)`` with the installed torch. ``works`` of
+  ``tools/maintain.mk`` records them with the oldest and the newest torch.
 
 A table stands between two marker lines: ``<!-- name -->`` and ``<!-- end of name -->``.
 """
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+COMMAND = "make -f tools/maintain.mk works"  # records the outcomes
 
 
 def replace_block(document: str, name: str, text: str) -> str:
@@ -140,7 +141,7 @@ def works(recordings: list[Recording]) -> str:
         if differing:
             raise ValueError(
                 f"expected recordings of the same tests, but {recording['torch']} and "
-                f"{recordings[0]['torch']} differ in {sorted(differing)}; run `make works`"
+                f"{recordings[0]['torch']} differ in {sorted(differing)}; run `{COMMAND}`"
             )
     text = head("what", *(f"torch {recording['torch']}" for recording in recordings), "tests")
     for what, tests in recordings[0]["rows"].items():
@@ -156,7 +157,7 @@ def _outcome(tests: dict[str, dict[str, int]]) -> str:
     cases: Counter[str] = Counter()
     for test, outcomes in tests.items():
         if not outcomes:
-            raise ValueError(f"expected that {test} was run; run `make works`")
+            raise ValueError(f"expected that {test} was run; run `{COMMAND}`")
         cases.update(outcomes)
     if cases["failed"]:
         return "fails"

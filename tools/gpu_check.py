@@ -1,4 +1,4 @@
-"""Builds, tests and measures on a machine with a GPU: ``make gpu-check OUTPUT=folder``.
+"""Builds, tests and measures on a machine with a GPU: ``python3 -m tools.gpu_check FOLDER``.
 
 Needs torch with CUDA, NumPy, nvcc, ninja and pytest, and no network. Builds in place and installs
 nothing. Without a GPU ``make standin`` runs the CUDA tests. It does not cover ptxas's code, a GPU's

@@ -87,11 +87,11 @@ SANITIZERS = [
 def find_library(name: str) -> str:
     """Return the path of a library of g++, or exit with a message."""
     if shutil.which("g++") is None:
-        sys.exit("make sanitize needs g++, which is not on PATH; such as by apt install g++")
+        sys.exit("sanitize needs g++, which is not on PATH; such as by apt install g++")
     command = ["g++", f"-print-file-name={name}"]
     path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not Path(path).is_absolute():
-        sys.exit(f"make sanitize needs {name}, which g++ does not find: install its sanitizers")
+        sys.exit(f"sanitize needs {name}, which g++ does not find: install its sanitizers")
     return path
 
 

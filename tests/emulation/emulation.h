@@ -45,10 +45,10 @@ T& shared_memory() {
 // --- Barriers, shuffles, votes
 
 inline void __syncthreads() {
-  syncbn::emulation::Block::current->suspend(syncbn::emulation::Wait::kSyncthreads);
+  emulation::Block::current->suspend(emulation::Wait::kSyncthreads);
 }
 
-namespace syncbn::emulation {
+namespace emulation {
 
 // Offers `value` to the warp and returns the value of the lane `source(own lane)`, if it is in the
 // own section of `width` lanes, or the own value.
@@ -65,50 +65,50 @@ T shuffle(Wait wait, unsigned mask, T value, int width, const Source& source) {
   return value;
 }
 
-}  // namespace syncbn::emulation
+}  // namespace emulation
 
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
-  return syncbn::emulation::shuffle(syncbn::emulation::Wait::kShfl, mask, value, width,
+  return emulation::shuffle(emulation::Wait::kShfl, mask, value, width,
                                     [=](unsigned) { return source & (width - 1); });
 }
 
 template <typename T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
-  return syncbn::emulation::shuffle(syncbn::emulation::Wait::kShflDown, mask, value, width,
+  return emulation::shuffle(emulation::Wait::kShflDown, mask, value, width,
                                     [=](unsigned lane) { return lane + delta; });
 }
 
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) {
-  return syncbn::emulation::shuffle(syncbn::emulation::Wait::kShflXor, mask, value, width,
+  return emulation::shuffle(emulation::Wait::kShflXor, mask, value, width,
                                     [=](unsigned lane) { return lane ^ lane_mask; });
 }
 
 inline void __syncwarp(unsigned mask = 0xffffffff) {
-  syncbn::emulation::Block::current->exchange(syncbn::emulation::Wait::kSyncwarp, mask, 0, 0);
+  emulation::Block::current->exchange(emulation::Wait::kSyncwarp, mask, 0, 0);
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  const uint64_t* values = syncbn::emulation::Block::current->exchange(
-      syncbn::emulation::Wait::kBallot, mask, predicate != 0, 0);
+  const uint64_t* values = emulation::Block::current->exchange(
+      emulation::Wait::kBallot, mask, predicate != 0, 0);
   unsigned result = 0;
-  for (unsigned lane = 0; lane < syncbn::emulation::kWarpSize; ++lane) {
+  for (unsigned lane = 0; lane < emulation::kWarpSize; ++lane) {
     result |= static_cast<unsigned>(values[lane]) << lane;
   }
   return result;
 }
 
 inline int __any_sync(unsigned mask, int predicate) {
-  const uint64_t* values = syncbn::emulation::Block::current->exchange(
-      syncbn::emulation::Wait::kAny, mask, predicate != 0, 0);
-  return std::any_of(values, values + syncbn::emulation::kWarpSize,
+  const uint64_t* values = emulation::Block::current->exchange(
+      emulation::Wait::kAny, mask, predicate != 0, 0);
+  return std::any_of(values, values + emulation::kWarpSize,
                      [](uint64_t value) { return value != 0; });
 }
 
 // --- Memory
 
-namespace syncbn::emulation {
+namespace emulation {
 
 inline void check_access(const volatile void* pointer, size_t bytes) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);
@@ -120,9 +120,9 @@ inline void check_access(const volatile void* pointer, size_t bytes) {
   }
 }
 
-}  // namespace syncbn::emulation
+}  // namespace emulation
 
-#define SYNCBN_CHECK_ACCESS(pointer, bytes) syncbn::emulation::check_access(pointer, bytes)
+#define SYNCBN_CHECK_ACCESS(pointer, bytes) emulation::check_access(pointer, bytes)
 
 template <typename T>
 T __ldcs(const T* pointer) {
@@ -130,9 +130,9 @@ T __ldcs(const T* pointer) {
   return *pointer;
 }
 
-inline void __threadfence() { syncbn::emulation::Block::current->fence(); }
+inline void __threadfence() { emulation::Block::current->fence(); }
 
-namespace syncbn::emulation {
+namespace emulation {
 
 // An atomic operation signals other blocks. On a GPU, without a fence, they may see the signal
 // before earlier stores; here they get a turn right after the signal.
@@ -145,15 +145,15 @@ T atomic(T* pointer, const Update& update) {
   return old;
 }
 
-}  // namespace syncbn::emulation
+}  // namespace emulation
 
 template <typename T>
 T atomicAdd(T* pointer, T value) {
-  return syncbn::emulation::atomic(pointer, [=](T old) { return old + value; });
+  return emulation::atomic(pointer, [=](T old) { return old + value; });
 }
 
 inline unsigned atomicInc(unsigned* pointer, unsigned limit) {
-  return syncbn::emulation::atomic(pointer,
+  return emulation::atomic(pointer,
                                    [=](unsigned old) { return old >= limit ? 0u : old + 1; });
 }
 

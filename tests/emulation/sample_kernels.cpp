@@ -206,12 +206,12 @@ void check_warp_operations() {
 }  // namespace
 
 int main(int argc, char** argv) {
-  using syncbn::emulation::Order;
+  using emulation::Order;
   if (argc != 3) {
     return 2;
   }
   const std::string order = argv[2];
-  syncbn::emulation::order = order == "reverse"    ? Order::kReverse
+  emulation::order = order == "reverse"    ? Order::kReverse
                              : order == "shuffled" ? Order::kShuffled
                                                    : Order::kForward;
   try {

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.emulated import EMULATION, ORDERS, PLAIN, SANITIZED, compile_cxx
+from support.emulated import EMULATION, INCLUDES, ORDERS, PLAIN, SANITIZED, compile_cxx
 
 pytestmark = pytest.mark.any_torch
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compile_samples(program: Path, flags: list[str]) -> Path:
     source = EMULATION / "sample_kernels.cpp"
-    compile_cxx(*flags, source, "-o", program)
+    compile_cxx(*flags, *INCLUDES, source, "-o", program)
     return program
 
 
@@ -102,7 +102,7 @@ def test_access_past_an_allocation_is_found_by_address_sanitizer(sanitized, faul
 @pytest.fixture(scope="module")
 def convert(folder):
     source, library = EMULATION / "conversions.cpp", folder / "conversions.so"
-    compile_cxx(*PLAIN, "-shared", source, "-o", library)
+    compile_cxx(*PLAIN, *INCLUDES, "-shared", source, "-o", library)
     functions = ctypes.CDLL(str(library))
 
     def call(name, values, dtype):

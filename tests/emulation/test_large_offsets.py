@@ -1,7 +1,5 @@
 """Offsets past 2^31 values. Only the last block runs; only the memory that it touches exists."""
 
-import contextlib
-import ctypes
 import mmap
 
 import pytest
@@ -16,14 +14,6 @@ PLANES = [
     (1, 2**15 + 1, 2**8, 2**8),
 ]
 MEAN, INVSTD, WEIGHT = 0.5, 2.0, 3.0
-
-
-@contextlib.contextmanager
-def last_block(library):
-    """A device that runs the last block of each launch."""
-    library.run_last_block(ctypes.c_bool(True))
-    yield Device(library, 132, "forward")
-    library.run_last_block(ctypes.c_bool(False))
 
 
 def zeros(shape):
@@ -54,10 +44,10 @@ def test_sums(library, shape):
     mean, invstd, *gradients = of_channels(x, MEAN, INVSTD, 0.0, 0.0)
     vectors = map(channel_vector, gradients)
     message, sums = (torch.zeros(2 * channels + 1, dtype=torch.float64) for _ in range(2))
-    with last_block(library) as device:
-        device._run("batch_norm_stats", x, x, message, Tail())
-        device._run("batch_norm_backward_reduce", x, dy, x, mean, invstd, sums, *vectors, Tail(),
-                    EpilogueGradient())  # fmt: skip
+    device = Device(library, 132, "forward", only_last_block=True)
+    device._run("batch_norm_stats", x, x, message, Tail())
+    device._run("batch_norm_backward_reduce", x, dy, x, mean, invstd, sums, *vectors, Tail(),
+                EpilogueGradient())  # fmt: skip
     found = [message[channels - 1], message[2 * channels - 1], sums[channels - 1],
              sums[2 * channels - 1]]  # fmt: skip
     xhat = (values - MEAN) * INVSTD
@@ -78,11 +68,11 @@ def test_results(library, shape):
     none = channel_vector(None)
     written = [torch.zeros(size, dtype=torch.float64) for size in (x.size(1), x.size(1), 1)]
     sums = torch.cat(of_channels(x, 10.0, 20.0))
-    with last_block(library) as device:
-        device._run("batch_norm_apply", x, x, totals, weight, none, none, none, None, False, 0.1,
-                    0.0, output, *written, Verifier(), Epilogue())  # fmt: skip
-        device._run("batch_norm_backward_apply", x, dy, x, mean, invstd, weight, sums, count,
-                    grad_input, Verifier(), EpilogueGradient())  # fmt: skip
+    device = Device(library, 132, "forward", only_last_block=True)
+    device._run("batch_norm_apply", x, x, totals, weight, none, none, none, None, False, 0.1,
+                0.0, output, *written, Verifier(), Epilogue())  # fmt: skip
+    device._run("batch_norm_backward_apply", x, dy, x, mean, invstd, weight, sums, count,
+                grad_input, Verifier(), EpilogueGradient())  # fmt: skip
     xhat = (values - MEAN) * INVSTD
     # float16's rounding of the results
     torch.testing.assert_close(output[:, -1].double(), WEIGHT * xhat, rtol=1e-3, atol=1e-3)

@@ -1,7 +1,7 @@
 """Tests of operators and layers, with the CPU operators hidden: torch's expressions pass them too.
 
-These files take little time for what they show. ``make hidden`` runs ``tests/layer`` and
-``tests/ranks`` as well.
+These files take little time for what they show. ``hidden`` of ``tools/maintain.mk`` runs
+``tests/layer`` and ``tests/ranks`` as well.
 """
 
 import os

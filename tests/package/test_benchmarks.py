@@ -297,7 +297,7 @@ print(find_spec("syncbn").origin, sys.path[-1])
 
 
 def test_sources_are_measured_where_they_are_asked_for(installed):
-    """As by `make gpu-check`, which builds in place."""
+    """As by tools.gpu_check, which builds in place."""
     result = execute("-c", FIND, PYTHONPATH=f"{ROOT}{os.pathsep}{installed}")
     assert result.stdout.split()[0] == str(ROOT / "syncbn/__init__.py"), result.stderr
 

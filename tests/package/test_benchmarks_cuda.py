@@ -210,7 +210,7 @@ def test_page_is_of_nets_and_single_cases(results):
     _, above, lines, below, _ = report.page([files.read(results)]).split("\n\n")
     assert " on a GPU, relative to `torch.nn.SyncBatchNorm`:" in " ".join(above.split())
     below = " ".join(below.split())
-    assert " in a group of one rank over NCCL, " in below and "53 batch norm layers" in below
+    assert " with one rank over NCCL, " in below and "53 batch norm layers" in below
     assert "does not train on CPUs" not in below and "allocator" not in below
     shown = {line[0]: (line[1], [bool(cell) for cell in line[2:]]) for line in cells(lines)[1:]}
     assert len(shown) == 3 + 6  # each activation with and without an addition

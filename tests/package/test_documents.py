@@ -69,7 +69,7 @@ def test_recordings_are_of_the_tests_that_are_marked(tmp_path):
     collected = record(tmp_path, "--collect-only", "-m", "works", cwd=TESTS.parent)
     expected = documents.marked(collected["rows"])
     for recording in documents.read_recordings(documents.DOCS / "works"):
-        assert documents.marked(recording["rows"]) == expected, "run `make works`"
+        assert documents.marked(recording["rows"]) == expected, f"run `{documents.COMMAND}`"
 
 
 SAMPLE = """

@@ -67,3 +67,15 @@ def test_tools_are_pinned():
     tools = [tool for group in project["dependency-groups"].values() for tool in group]
     pinned = re.compile(r"[\w.\[\]-]+==[\w.]+(; python_version .+)?")
     assert [tool for tool in tools if not pinned.fullmatch(tool)] == ["torchvision"]
+
+
+@pytest.mark.parametrize("group", ["release", "wheel-build", "wheel-test"])
+def test_a_release_installs_hashed_files_of_the_pinned_tools(group):
+    hashed = (ROOT / f"tools/requirements/{group}.txt").read_text()
+    groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
+    for pin in groups["wheels" if group == "release" else group]:
+        assert f"\n{pin.partition(';')[0]} " in hashed, (
+            f"expected {pin}; run `make -f tools/maintain.mk requirements`"
+        )
+    for requirement in re.findall(r"^\w.*\n.*", hashed, re.MULTILINE):
+        assert "==" in requirement and "--hash=sha256:" in requirement, requirement

@@ -76,7 +76,7 @@ def test_workflows_call_what_the_project_has():
         if program == "make":
             made = run_make(*arguments)
             assert made.returncode == 0, made.stderr
-        elif program == "python":
+        elif program in ("python", "python3"):
             assert arguments[0] == "-m" and (ROOT / f"{arguments[1].replace('.', '/')}.py").exists()
         else:
             assert (ROOT / program).stat().st_mode & 0o100, f"expected a program, but got {program}"

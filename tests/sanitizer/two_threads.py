@@ -1,4 +1,4 @@
-"""Two threads that train layers at once, under ThreadSanitizer; ``make sanitize`` runs it.
+"""Two threads that train layers at once, under ThreadSanitizer; ``tools/maintain.mk`` runs it.
 
 With ``--race`` both train one layer, whose running statistics they must not share.
 """

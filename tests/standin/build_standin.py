@@ -1,11 +1,11 @@
 """Builds the stand-in for this Python's torch, in ``build/standin-VERSION/``.
 
-The kernels, in ``build/standin-kernels/``, serve every torch.
+The kernels, in ``build/standin-kernels/``, serve every torch. ``project.py`` names them.
 
 ``libcudart.so.13``, ``libcuda.so.1`` and ``libnccl.so.2`` are preloaded: torch's libraries have an
-RPATH, so that LD_LIBRARY_PATH does not find ours first. ``packages/syncbn`` is the installed
-package with another library of CUDA operators: the same sources, linked with this runtime, because
-the installed library has NVIDIA's inside. Functions that torch needs and the stand-in lacks are
+RPATH, so that LD_LIBRARY_PATH does not find ours first. In ``packages`` is the installed package
+with another library of CUDA operators: the same sources, linked with this runtime, because the
+installed library has NVIDIA's inside. Functions that torch needs and the stand-in lacks are
 generated: they write their name and fail.
 """
 
@@ -13,27 +13,19 @@ import fcntl
 import os
 import re
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
+import project
+import torch
+import translate_ptx
+from torch.utils import cpp_extension
+
 STANDIN = Path(__file__).resolve().parent
-ROOT = STANDIN.parents[1]
-EMULATION = ROOT / "tests" / "emulation"
-CUDA_SOURCES = ROOT / "csrc" / "cuda"
 PRELOADED = ("libcudart.so.13", "libcuda.so.1", "libnccl.so.2")
-
-# Last: the installed package is tested, not the folder of its sources.
-sys.path += [str(ROOT), str(ROOT / "tests")]
-import torch  # noqa: E402
-from support import ptx  # noqa: E402
-from support.emulated import PTX_FLAGS  # noqa: E402
-from torch.utils import cpp_extension  # noqa: E402
-
-from tools import cuda  # noqa: E402
 
 TORCH = Path(torch.__file__).parent
 PACKAGES = TORCH.parent
@@ -50,7 +42,7 @@ def why_not() -> str:
         return f"torch {torch.__version__} is built without CUDA"
     if not (CUDA_HEADERS and torch.version.cuda.startswith("13.")):
         return f"torch {torch.__version__} does not come with the packages of CUDA 13"
-    if cuda.find("bin/nvcc") is None:
+    if project.NVCC is None:
         return "no nvcc is here"
     return ""
 
@@ -141,8 +133,7 @@ class Build:
 
     def launchers(self) -> tuple[list[Path], list[Path]]:
         """Compile the .cu files by nvcc; return its launch code and its PTX as C++ files."""
-        sources = [*sorted((CUDA_SOURCES / "kernels").glob("*.cu")), CUDA_SOURCES / "counters.cu"]
-        architecture = f"compute_{os.environ.get('SYNCBN_PTX_ARCH', '80')}"
+        architecture = f"compute_{os.environ.get('STANDIN_PTX_ARCH', '80')}"
         options = ["-O3", "-std=c++17", "-Xcompiler=-fPIC,-fvisibility=hidden"]
         options += [f"-arch={architecture}", f"-code={architecture}"]
 
@@ -153,31 +144,31 @@ class Build:
             generated = keep / f"{source.stem}.ptx"
             if not is_newer(launch, [source, *dependencies(launch)]):
                 keep.mkdir(exist_ok=True)
-                nvcc = cuda.find("bin/nvcc")
                 listed = ["-MMD", "-MF", launch.with_suffix(".d")]
                 kept = ["--keep", "--keep-dir", keep]
-                run(nvcc, "-c", *options, *listed, *kept, source, "-o", launch)
-            if not is_newer(translated, [generated, Path(ptx.__file__)]):
+                run(project.NVCC, "-c", *options, *listed, *kept, source, "-o", launch)
+            if not is_newer(translated, [generated, Path(translate_ptx.__file__)]):
                 text = generated.read_text()
-                translated.write_text(ptx.translate(text) if ".entry" in text else "")
+                translated.write_text(translate_ptx.translate(text) if ".entry" in text else "")
             return launch, translated
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            pairs = list(pool.map(one, sources))
+            pairs = list(pool.map(one, project.KERNELS))
         return [launch for launch, _ in pairs], [translated for _, translated in pairs]
 
     def kernels(self) -> list[Path]:
         """Compile the kernels, in which no torch is: nvcc's launch code and the translated PTX."""
         launchers, translated = self.launchers()
-        emulation = ["-std=c++17", *PTX_FLAGS, f"-I{EMULATION}", f"-I{EMULATION / 'ptx'}"]
-        objects = self.compile(translated, *emulation, "-w", "-g0")
-        own = [EMULATION / "ptx" / "registry.cpp", STANDIN / "kernels" / "kernels.cpp"]
-        return [*objects, *self.compile(own, *emulation), *launchers]
+        flags = ["-std=c++17", *translate_ptx.FLAGS]
+        objects = self.compile(translated, *flags, "-w", "-g0")
+        own = [STANDIN / "ptx" / "registry.cpp", STANDIN / "ptx" / "kernels.cpp"]
+        return [*objects, *self.compile(own, *flags), *launchers]
 
     def operators(self, kernels: list[Path]) -> Path:
-        """Link syncbn's CUDA operators: adapters and kernels."""
-        objects = [*self.unit(CUDA_SOURCES, "-std=c++20", "-DUSE_CUDA", *TORCH_HEADERS), *kernels]
-        target = self.folder / f"_cuda{sysconfig.get_config_var('EXT_SUFFIX')}"
+        """Link the package's CUDA operators: adapters and kernels."""
+        flags = ["-std=c++20", *project.DEFINES, *TORCH_HEADERS]
+        objects = [*self.unit(project.ADAPTERS, *flags), *kernels]
+        target = self.folder / f"{project.OPERATORS}{sysconfig.get_config_var('EXT_SUFFIX')}"
         if not is_newer(target, objects):
             runtime = [f"-L{self.folder}", f"-l:{PRELOADED[0]}"]
             run("g++", "-shared", *objects, "-o", target, *TORCH_LIBRARIES, *runtime)
@@ -185,13 +176,13 @@ class Build:
 
     def package(self, operators: Path) -> None:
         """Make links to the installed package's files and to these CUDA operators."""
-        spec = find_spec("syncbn")
+        spec = find_spec(project.PACKAGE)
         if spec is None or not spec.submodule_search_locations:
-            raise SystemExit("syncbn is not installed in this environment")
+            raise SystemExit(f"{project.PACKAGE} is not installed in this environment")
         installed = Path(spec.submodule_search_locations[0])
-        package = self.folder / "packages" / "syncbn"
+        package = self.folder / "packages" / project.PACKAGE
         package.mkdir(parents=True, exist_ok=True)
-        files = [file for file in installed.iterdir() if not file.name.startswith("_cuda.")]
+        files = [f for f in installed.iterdir() if not f.name.startswith(f"{project.OPERATORS}.")]
         links = {file.name: file for file in [*files, operators]}
         for link in package.iterdir():
             # A right link stays: another run may be using it.
@@ -201,10 +192,10 @@ class Build:
                 link.unlink()
         for name, file in links.items():
             (package / name).symlink_to(file)
-        # The current folder is not on the path: it may hold syncbn's sources.
-        benchmarks = package.parent / "benchmarks"
-        if not benchmarks.is_symlink():
-            benchmarks.symlink_to(ROOT / "benchmarks")
+        for source in project.PACKAGES:
+            link = package.parent / source.name
+            if not link.is_symlink():
+                link.symlink_to(source)
 
 
 def needed(symbols: str) -> set[str]:
@@ -223,7 +214,7 @@ def defined(objects: Iterable[Path]) -> set[str]:
 
 def build_kernels() -> list[Path]:
     """Return the objects of the kernels, which the stand-ins of all torches share."""
-    made = Build(ROOT / "build" / "standin-kernels")
+    made = Build(project.BUILD / "standin-kernels")
     with (made.folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         return made.kernels()
@@ -231,7 +222,7 @@ def build_kernels() -> list[Path]:
 
 def build() -> Path:
     """Build all targets that are not up to date, and return the folder."""
-    made = Build(ROOT / "build" / f"standin-{torch.__version__}")
+    made = Build(project.BUILD / f"standin-{torch.__version__}")
     made.preloaded(PRELOADED[0], "runtime", r"(?:__)?cuda[A-Z]\w+", PRELOADED[0], *CUDA_HEADERS)
     made.preloaded(PRELOADED[1], "driver", r"cu[A-Z]\w+", "", *CUDA_HEADERS)
     nccl = [f"-isystem{PACKAGES / 'nvidia' / 'nccl' / 'include'}", *CUDA_HEADERS]

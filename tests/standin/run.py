@@ -3,13 +3,7 @@
 Builds the stand-in first where it is not up to date. Where it cannot be built, says why and ends
 with status 0: CUDA is then not tested, as on any machine without a GPU.
 
-STANDIN_STREAMS  inline: work runs in the call that enqueues it (the default); async: each stream is
-                 a thread; late: as async, but work waits until somebody needs it
-STANDIN_DEVICES  the number of devices (1)
-STANDIN_MEMORY   the bytes of a device (4 GiB)
-STANDIN_BLOCKS   the order of blocks and threads: forward, reverse or shuffled
-STANDIN_MULTIPROCESSORS  the multiprocessors of a device (132)
-STANDIN_TRACE    1: write each operation and each wait of the host to stderr
+README.md lists the environment variables.
 """
 
 import os
@@ -18,19 +12,18 @@ import time
 from pathlib import Path
 
 import build_standin as build
-
-PLUGIN = "standin_plugin"
+import project
 
 
 def environment(folder: Path) -> dict[str, str]:
     """Return the variables of a process that runs on the stand-in."""
-    paths = [folder / "packages", build.STANDIN, os.environ.get("PYTHONPATH", "")]
+    paths = [folder / "packages", project.PLUGIN_FOLDER, os.environ.get("PYTHONPATH", "")]
     return {
         **os.environ,
         "LD_PRELOAD": " ".join(str(folder / name) for name in build.PRELOADED),
         "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path),
         "PYTHONSAFEPATH": "1",  # the current folder may hold a package for GPUs
-        "PYTEST_PLUGINS": PLUGIN,
+        "PYTEST_PLUGINS": project.PLUGIN,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }

@@ -1,6 +1,6 @@
-"""The CUDA kernels on the emulated threads of ``tests/emulation/``.
+"""The CUDA kernels on the emulated threads of ``tests/standin/threads/``.
 
-``build()`` compiles the kernels' source; tests/standin runs nvcc's PTX. ``Device`` has the
+``Library`` compiles the kernels' source; the stand-in runs nvcc's PTX. ``Device`` has the
 operators with the signatures of ``syncbn.ops``, on CPU tensors.
 """
 
@@ -8,7 +8,6 @@ import ctypes
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from support.cases import reference_moments
 from support.paths import ROOT
 
 EMULATION = ROOT / "tests" / "emulation"
-STANDIN = ROOT / "tests" / "standin"
+INCLUDES = [f"-I{EMULATION}", f"-I{ROOT / 'tests' / 'standin' / 'threads'}"]
 KERNELS = ROOT / "csrc" / "cuda" / "kernels"
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # nvcc knows unroll
@@ -51,41 +50,30 @@ def compile_cxx(*arguments: str | Path, warnings: list[str] = WARNINGS) -> None:
     run([compiler, "-std=c++17", "-fPIC", *warnings, *arguments], environment)
 
 
-def in_parallel(function: Callable[..., None], *arguments: list[Path]) -> None:
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(function, *arguments))
+class Library:
+    """The operators on emulated threads. Each is compiled when it is first called."""
 
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.functions: dict[str, Callable[..., bytes | None]] = {}
 
-def build(folder: Path) -> ctypes.CDLL:
-    """Compile the kernels and their bindings in ``folder`` and load them."""
-    flags = SANITIZED if IS_SANITIZED else PLAIN + OWN_VARIABLES
-    # Kernels read the same memory as vectors and as values, which nvcc permits.
-    includes = ["-fno-strict-aliasing", f"-I{EMULATION}", f"-I{ROOT / 'csrc'}"]
-    sources = [*sorted(KERNELS.glob("*.cu")), EMULATION / "bindings.cpp"]
-    objects = [folder / f"{source.name}.o" for source in sources]
+    def __getitem__(self, name: str) -> Callable[..., bytes | None]:
+        """Return the function of ``tests/emulation/bindings`` of this name."""
+        if name not in self.functions:
+            function = getattr(self._build(name), name)
+            function.restype = ctypes.c_char_p
+            self.functions[name] = function
+        return self.functions[name]
 
-    def compile_one(source: Path, target: Path) -> None:
-        compile_cxx(*includes, *flags, "-x", "c++", "-c", source, "-o", target)
-
-    in_parallel(compile_one, sources, objects)
-    library = folder / "kernels.so"
-    compile_cxx(*flags, "-shared", *objects, "-o", library)
-    return ctypes.CDLL(str(library))
-
-
-# Integers wrap around as in PTX, and only PTX's own instructions are fused.
-PTX_FLAGS = ["-O1", "-fwrapv", "-ffp-contract=off", *OWN_VARIABLES]
-
-
-def link_ptx(folder: Path, *sources: Path) -> ctypes.CDLL:
-    """Compile and load translated PTX, its run-time functions, and other files."""
-    library = folder / "kernels.so"
-    folders = [EMULATION, EMULATION / "ptx", ROOT / "csrc", STANDIN]
-    includes = [f"-I{path}" for path in folders]
-    sources = (*sources, EMULATION / "ptx" / "registry.cpp")
-    # Translated code has unused names.
-    compile_cxx(*PTX_FLAGS, *includes, "-shared", *sources, "-o", library, warnings=[])
-    return ctypes.CDLL(str(library))
+    def _build(self, name: str) -> ctypes.CDLL:
+        flags = SANITIZED if IS_SANITIZED else PLAIN + OWN_VARIABLES
+        # Kernels read the same memory as vectors and as values, which nvcc permits.
+        flags = [*flags, "-fno-strict-aliasing", *INCLUDES, f"-I{ROOT / 'csrc'}"]
+        library = self.folder / f"{name}.so"
+        kernel = KERNELS / f"{name}.cu"
+        sources = [EMULATION / "bindings" / f"{name}.cpp", *([kernel] if kernel.exists() else [])]
+        compile_cxx(*flags, "-shared", "-x", "c++", *sources, "-o", library)
+        return ctypes.CDLL(str(library))
 
 
 class Call(ctypes.Structure):
@@ -96,6 +84,7 @@ class Call(ctypes.Structure):
         ("dtype", ctypes.c_int),
         ("multiprocessors", ctypes.c_int),
         ("order", ctypes.c_int),
+        ("only_last_block", ctypes.c_bool),
     )
 
 
@@ -180,18 +169,25 @@ def assert_margins_untouched(*tensors: Tensor) -> None:
 
 
 class Device:
-    """A device with a number of multiprocessors; blocks and threads run in one of ``ORDERS``."""
+    """A device with a number of multiprocessors; blocks and threads run in one of ``ORDERS``.
 
-    def __init__(self, library: ctypes.CDLL, multiprocessors: int, order: str) -> None:
+    With ``only_last_block`` the other blocks of a launch do not run.
+    """
+
+    def __init__(
+        self, library: Library, multiprocessors: int, order: str, only_last_block: bool = False
+    ) -> None:
         self.library = library
         self.multiprocessors, self.order = multiprocessors, order
+        self.only_last_block = only_last_block
 
     def _run(self, name: str, like: Tensor, *args: object) -> None:
         sizes = (ctypes.c_int64 * like.dim())(*like.shape)
         strides = (ctypes.c_int64 * like.dim())(*like.stride())
         dtype = DTYPES.index(like.dtype)
         order = ORDERS.index(self.order)
-        call = Call(sizes, strides, like.dim(), dtype, self.multiprocessors, order)
+        how = (self.multiprocessors, order, self.only_last_block)
+        call = Call(sizes, strides, like.dim(), dtype, *how)
         native = []
         for arg in args:
             if isinstance(arg, Tensor):
@@ -203,9 +199,7 @@ class Device:
             elif isinstance(arg, float):
                 arg = ctypes.c_double(arg)
             native.append(arg)
-        function = getattr(self.library, name)
-        function.restype = ctypes.c_char_p
-        error = function(ctypes.byref(call), *native)
+        error = self.library[name](ctypes.byref(call), *native)
         if error is not None:
             raise RuntimeError(error.decode())
 
@@ -366,7 +360,7 @@ def statistics(size: int) -> Tensor:
 
 
 def on_all_devices(
-    library: ctypes.CDLL,
+    library: Library,
     run: Callable[[Device], tuple[Tensor, ...]],
     *tensors: Tensor,
 ) -> Iterator[tuple[dict[str, int], tuple[Tensor, ...]]]:

@@ -22,7 +22,7 @@ import syncbn
 from support.cases import DTYPES
 from support.ranks import Ranks
 
-pytest.importorskip("hypothesis")  # `make gpu-check` asks for torch and pytest alone
+pytest.importorskip("hypothesis")  # tools.gpu_check needs only torch and pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 

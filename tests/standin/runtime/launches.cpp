@@ -1,6 +1,6 @@
 // Launches of kernels.
 //
-// syncbn's kernels run as translated PTX. Of torch's, only that of torch.cuda._sleep() is known,
+// Registered kernels run, such as translated PTX. Of torch's, only that of torch.cuda._sleep() is known,
 // which spins for a number of cycles. The launch of any other is an error that names it.
 #include <cxxabi.h>
 

@@ -1,6 +1,6 @@
-// What a device says of itself: the properties of an H100, as far as torch or syncbn asks for them.
+// The properties of a device: those of an H100, as far as torch or kernels ask for them.
 //
-// The number of multiprocessors decides how syncbn divides work. Attributes that nobody has asked
+// The number of multiprocessors decides how kernels divide their work. Attributes that nobody has asked
 // for yet are errors rather than guesses.
 #include <algorithm>
 #include <cstdio>

@@ -1,5 +1,4 @@
-"""``make gpu-check`` from its first line to its last, but for the build, the limits of time and the
-tools of the driver."""
+"""All of ``python -m tools.gpu_check``, without the build and the limits of time."""
 
 import csv
 import os
@@ -12,11 +11,16 @@ from importlib.metadata import packages_distributions
 import pytest
 import tomllib
 from packaging.requirements import Requirement
+from support.cuda_device import IS_STANDIN
 from support.paths import ROOT
 
 from tools import gpu_check
 
-pytestmark = pytest.mark.any_torch  # tests of operators and benchmarks run with both
+pytestmark = [
+    pytest.mark.any_torch,  # tests of operators and benchmarks run with both
+    pytest.mark.cuda,
+    pytest.mark.skipif(not IS_STANDIN, reason="on a GPU this is tools.gpu_check itself"),
+]
 
 # Without the profiler, and without buffers that exceed a GPU's cache.
 BENCHMARK = """
@@ -52,17 +56,26 @@ def modules_to_hide():
     return {module for module, owners in modules.items() if wanted.intersection(owners)}
 
 
+@pytest.fixture(autouse=True)
+def inline(monkeypatch):
+    monkeypatch.setenv("STANDIN_STREAMS", "inline")
+    monkeypatch.setenv("STANDIN_DEVICES", "1")
+
+
 @pytest.fixture
 def small_stages(tmp_path, monkeypatch):
     """Shapes that a CPU has time for; the tests are collected, `make standin` runs them."""
     stages = gpu_check.stages
 
     def small(output):
-        _, environment, tests, (benchmark,) = stages(output)
+        _, (environment,), tests, (benchmark,) = stages(output)
+        *shell, script = environment.command
+        script = script.replace("cuda_host", "cuda_host --layers 2 --rounds 1")
+        environment = replace(environment, command=[*shell, script])
         _, _, path, _ = benchmark.command[1:]
         command = [sys.executable, "-c", BENCHMARK, path, "tiny"]
         tests = [replace(part, command=[*part.command, "--collect-only"]) for part in tests]
-        parts = [environment, tests, [replace(benchmark, command=command)]]
+        parts = [[environment], tests, [replace(benchmark, command=command)]]
         return [[replace(part, seconds=3600) for part in stage] for stage in parts]
 
     monkeypatch.setattr(gpu_check, "stages", small)

@@ -17,9 +17,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "../grid.h"
+#include "threads/grid.h"
 
-namespace syncbn::emulation::ptx {
+namespace emulation::ptx {
 
 template <typename T, int kLength>
 struct Values {
@@ -228,4 +228,4 @@ inline uint32_t atomic_inc(uint64_t address, uint32_t limit) {
   return old;
 }
 
-}  // namespace syncbn::emulation::ptx
+}  // namespace emulation::ptx

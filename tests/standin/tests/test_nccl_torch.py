@@ -6,15 +6,15 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import Ranks
+from torch_ranks import started
 
 WORLD_SIZE = 2
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    with Ranks(WORLD_SIZE, backend="nccl", device="cuda") as started:
-        yield started
+    with started(WORLD_SIZE) as processes:
+        yield processes
 
 
 # --- Collectives
@@ -288,12 +288,12 @@ def disagrees(rank, world_size):
 
 
 def test_ranks_that_disagree():
-    env = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}  # the watchdog lets the process live
-    with Ranks(WORLD_SIZE, env, backend="nccl", device="cuda") as ranks:
+    # The watchdog lets the process live.
+    with started(WORLD_SIZE, TORCH_NCCL_ASYNC_ERROR_HANDLING="0") as ranks:
         for failure in ranks.outcomes(disagrees):
-            assert "invalid usage" in failure.message
-            assert "all_reduce of 3 float32 values (sum)" in failure.message
-            assert "all_reduce of 4 float32 values (sum)" in failure.message
+            assert "invalid usage" in failure
+            assert "all_reduce of 3 float32 values (sum)" in failure
+            assert "all_reduce of 4 float32 values (sum)" in failure
 
 
 def disagrees_unseen(rank, world_size):
@@ -304,7 +304,7 @@ def disagrees_unseen(rank, world_size):
 
 def test_watchdog_sees_what_fails_later(capfd):
     env = {"STANDIN_STREAMS": "async", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    with Ranks(WORLD_SIZE, env, backend="nccl", device="cuda") as ranks:
+    with started(WORLD_SIZE, **env) as ranks:
         ranks.run(disagrees_unseen)
     words = capfd.readouterr().err
     seen = ("raised the following async exception: NCCL error: invalid", "nccl hit async error")

@@ -1,4 +1,4 @@
-// PTX instructions on registers, for translated kernels (tests/support/ptx.py).
+// PTX instructions on registers, for translated kernels (translate_ptx.py).
 #pragma once
 
 #include <algorithm>
@@ -8,10 +8,10 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../float16.h"
-#include "../grid.h"
+#include "threads/float16.h"
+#include "threads/grid.h"
 
-namespace syncbn::emulation::ptx {
+namespace emulation::ptx {
 
 // A register holds bits. An instruction reads the lowest ones as its type. A register that was not
 // written is NaN of each type.
@@ -157,4 +157,4 @@ inline Shuffled shuffle_idx(uint32_t bits, uint32_t source, uint32_t clamp, uint
 inline void barrier() { Block::current->suspend(Wait::kSyncthreads); }
 inline void fence() { Block::current->fence(); }
 
-}  // namespace syncbn::emulation::ptx
+}  // namespace emulation::ptx

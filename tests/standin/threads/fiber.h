@@ -15,14 +15,14 @@
 #endif
 
 #if defined(__x86_64__)
-// void syncbn_switch_stack(void** saved, void* next): pushes registers, stores the stack pointer,
+// void emulation_switch_stack(void** saved, void* next): pushes registers, stores the stack pointer,
 // takes the other one, pops registers and returns there. Weak: every translation unit has it.
 asm(R"(
 .pushsection .text
-.weak syncbn_switch_stack
-.hidden syncbn_switch_stack
-.type syncbn_switch_stack, @function
-syncbn_switch_stack:
+.weak emulation_switch_stack
+.hidden emulation_switch_stack
+.type emulation_switch_stack, @function
+emulation_switch_stack:
   pushq %rbp
   pushq %rbx
   pushq %r12
@@ -38,15 +38,15 @@ syncbn_switch_stack:
   popq %rbx
   popq %rbp
   ret
-.size syncbn_switch_stack, .-syncbn_switch_stack
+.size emulation_switch_stack, .-emulation_switch_stack
 .popsection
 )");
-extern "C" void syncbn_switch_stack(void** saved, void* next);
+extern "C" void emulation_switch_stack(void** saved, void* next);
 #else
 #include <ucontext.h>
 #endif
 
-namespace syncbn::emulation {
+namespace emulation {
 
 class Fiber {
  public:
@@ -132,7 +132,7 @@ class Fiber {
 
 #if defined(__x86_64__)
   using Context = void*;
-  static void switch_context(Context& from, Context& to) { syncbn_switch_stack(&from, to); }
+  static void switch_context(Context& from, Context& to) { emulation_switch_stack(&from, to); }
 #else
   using Context = ucontext_t;
   static void switch_context(Context& from, Context& to) { swapcontext(&from, &to); }
@@ -149,4 +149,4 @@ class Fiber {
 #endif
 };
 
-}  // namespace syncbn::emulation
+}  // namespace emulation

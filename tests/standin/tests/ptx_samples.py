@@ -1,13 +1,15 @@
 """PTX written by hand: kernels of a few instructions, translated, compiled and launched."""
 
 import ctypes
+import os
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from translate_ptx import FLAGS, translate
 
-from support.emulated import link_ptx
-from support.ptx import translate
+STANDIN = Path(__file__).parents[1]
 
 HEAD = ".version 9.0\n.target sm_90\n.address_size 64\n.extern .shared .align 16 .b8 shared[];\n"
 REGISTERS = """
@@ -30,7 +32,15 @@ def load(folder: Path, kernels: str) -> Callable[..., str | None]:
     """Return ``launch(kernel, threads, arrays)``, which returns what went wrong, or None."""
     source = folder / "samples.ptx.cpp"
     source.write_text(translate(HEAD + kernels))
-    function = link_ptx(folder, source).launch_ptx
+    library = folder / "kernels.so"
+    registry = STANDIN / "ptx" / "registry.cpp"
+    command = ["c++", "-std=c++17", "-fPIC", *FLAGS, f"-I{STANDIN}", "-shared", source, registry]
+    environment = {**os.environ, "LD_PRELOAD": ""}
+    done = subprocess.run(
+        [*command, "-o", library], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    function = ctypes.CDLL(str(library)).launch_ptx
     function.restype = ctypes.c_char_p
 
     def launch(

@@ -13,7 +13,7 @@ struct __nv_bfloat16 {
   uint16_t bits;
 };
 
-namespace syncbn::emulation {
+namespace emulation {
 
 inline uint32_t float_bits(float value) {
   uint32_t bits;
@@ -27,14 +27,14 @@ inline float bits_float(uint32_t bits) {
   return value;
 }
 
-}  // namespace syncbn::emulation
+}  // namespace emulation
 
 inline float __bfloat162float(__nv_bfloat16 value) {
-  return syncbn::emulation::bits_float(static_cast<uint32_t>(value.bits) << 16);
+  return emulation::bits_float(static_cast<uint32_t>(value.bits) << 16);
 }
 
 inline __nv_bfloat16 __float2bfloat16_rn(float value) {
-  const uint32_t bits = syncbn::emulation::float_bits(value);
+  const uint32_t bits = emulation::float_bits(value);
   if ((bits & 0x7fffffff) > 0x7f800000) {
     return {0x7fff};  // CUDA's one NaN
   }
@@ -50,11 +50,11 @@ inline float __half2float(__half value) {
     return sign != 0 ? -magnitude : magnitude;
   }
   const uint32_t float_exponent = exponent == 31 ? 255 : exponent + 112;
-  return syncbn::emulation::bits_float(sign | (float_exponent << 23) | (fraction << 13));
+  return emulation::bits_float(sign | (float_exponent << 23) | (fraction << 13));
 }
 
 inline __half __float2half_rn(float value) {
-  const uint32_t bits = syncbn::emulation::float_bits(value);
+  const uint32_t bits = emulation::float_bits(value);
   const uint32_t magnitude = bits & 0x7fffffff;
   const uint32_t sign = (bits >> 16) & 0x8000;
   uint32_t result;

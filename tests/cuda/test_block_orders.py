@@ -4,7 +4,15 @@ import os
 import subprocess
 import sys
 
+import pytest
+from support.cuda_device import IS_STANDIN
 from support.paths import ROOT
+
+pytestmark = [
+    pytest.mark.any_torch,
+    pytest.mark.cuda,
+    pytest.mark.skipif(not IS_STANDIN, reason="a GPU chooses the order of blocks by itself"),
+]
 
 # The last two: several threads reduce the partial sums of a channel.
 PRINT_SUMS = """
@@ -30,7 +38,12 @@ def test_sums_are_the_same_bits_in_any_order():
     programs = [
         subprocess.Popen(
             [sys.executable, "-c", PRINT_SUMS],
-            env={**os.environ, "PYTHONPATH": path, "STANDIN_BLOCKS": order},
+            env={
+                **os.environ,
+                "PYTHONPATH": path,
+                "STANDIN_BLOCKS": order,
+                "STANDIN_STREAMS": "inline",
+            },
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -6,9 +6,9 @@
 #include <string>
 #include <vector>
 
-#include "../grid.h"
+#include "threads/grid.h"
 
-namespace syncbn::emulation::ptx {
+namespace emulation::ptx {
 
 struct Parameter {
   size_t offset;
@@ -40,4 +40,4 @@ void launch(const Kernel& kernel, dim3 grid, dim3 block, size_t shared_bytes,
 void launch(const std::string& name, dim3 grid, dim3 block, size_t shared_bytes,
             const void* const* arguments);
 
-}  // namespace syncbn::emulation::ptx
+}  // namespace emulation::ptx

@@ -40,7 +40,7 @@ struct dim3 {
 inline uint3 threadIdx, blockIdx;
 inline dim3 blockDim, gridDim;
 
-namespace syncbn::emulation {
+namespace emulation {
 
 // Memory whose values a launch must not read before it has written them.
 struct Range {
@@ -387,4 +387,4 @@ inline void run_grid(dim3 grid, dim3 block, size_t shared_bytes,
   }
 }
 
-}  // namespace syncbn::emulation
+}  // namespace emulation

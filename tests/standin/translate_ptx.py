@@ -4,13 +4,17 @@ A register is a union of its width and holds the bits of whatever type an instru
 control flow is goto. Nothing is rewritten. An instruction that is not known is an error: it is
 never skipped.
 
-The C++ includes ``tests/emulation/ptx/``: ``instructions.h`` for what takes more than an
-expression, ``memory.h`` for loads and stores and their checks.
+The C++ includes ``ptx/``: ``instructions.h`` for instructions that take more than an expression,
+``memory.h`` for loads and stores and their checks.
 """
 
 import re
 from itertools import product
 from typing import NamedTuple
+
+# The C++ compiler's: integers wrap around as in PTX, only PTX's own instructions are fused, and two
+# libraries of kernels in one process have variables of the same names.
+FLAGS = ["-O1", "-fwrapv", "-ffp-contract=off", "-fno-gnu-unique"]
 
 CXX_TYPES = {
     "pred": "bool",
@@ -413,12 +417,12 @@ def translate(text: str) -> str:
         )
     return "\n\n".join(
         [
-            '#include "instructions.h"\n#include "memory.h"\n#include "registry.h"',
+            '#include "ptx/instructions.h"\n#include "ptx/memory.h"\n#include "ptx/registry.h"',
             # g++ takes twice the time to optimize a kernel; its calls are of the files above.
             '#pragma GCC optimize("O0")',
-            "namespace syncbn::emulation::ptx {\nnamespace {",
+            "namespace emulation::ptx {\nnamespace {",
             *functions,
             "\n".join(registrations),
-            "}  // namespace\n}  // namespace syncbn::emulation::ptx\n",
+            "}  // namespace\n}  // namespace emulation::ptx\n",
         ]
     )

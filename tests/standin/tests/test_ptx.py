@@ -4,8 +4,8 @@ import re
 
 import numpy as np
 import pytest
-from support.ptx import UnknownPtxError, translate
-from support.ptx_samples import HEAD, kernel, load
+from ptx_samples import HEAD, kernel, load
+from translate_ptx import UnknownPtxError, translate
 
 FIRST_IN_BLOCK = "mov.u32 %r0, %tid.x;\nshl.b32 %r1, %r0, 3;\n"  # r1: its offset in shared memory
 OWN_OFFSET = """

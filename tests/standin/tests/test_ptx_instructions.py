@@ -8,8 +8,8 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from support.ptx import RULES
-from support.ptx_samples import kernel, load
+from ptx_samples import kernel, load
+from translate_ptx import RULES
 
 
 def bits_of(kind):

@@ -1,5 +1,4 @@
-// Offers the kernels of syncbn to the stand-in's runtime: the PTX that nvcc makes, translated to
-// C++ and run by tests/emulation. One launch runs at a time.
+// Offers the translated kernels to the stand-in's runtime. One launch runs at a time.
 //
 // STANDIN_BLOCKS  the order of blocks and threads: forward (the default), reverse or shuffled
 
@@ -13,7 +12,7 @@
 #define STANDIN_WITHOUT_CUDA
 #include "standin.h"
 
-namespace syncbn::emulation::ptx {
+namespace emulation::ptx {
 namespace {
 
 Order chosen_order() {
@@ -78,4 +77,4 @@ const bool kOffered = [] {
 }();
 
 }  // namespace
-}  // namespace syncbn::emulation::ptx
+}  // namespace emulation::ptx

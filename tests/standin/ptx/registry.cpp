@@ -1,10 +1,10 @@
-#include "registry.h"
+#include "ptx/registry.h"
 
 #include <map>
 
-#include "memory.h"
+#include "ptx/memory.h"
 
-namespace syncbn::emulation::ptx {
+namespace emulation::ptx {
 namespace {
 
 std::map<std::string, Kernel>& kernels() {
@@ -51,15 +51,15 @@ void launch(const Kernel& kernel, dim3 grid, dim3 block, size_t shared_bytes,
   run_grid(grid, block, shared_bytes, [&] { kernel.function(parameters); });
 }
 
-}  // namespace syncbn::emulation::ptx
+}  // namespace emulation::ptx
 
 // For ctypes: returns an error message or nullptr.
 extern "C" const char* launch_ptx(const char* name, unsigned blocks, unsigned threads,
                                   size_t shared_bytes, size_t unwritten, size_t unwritten_bytes,
                                   const void* const* arguments) {
-  using namespace syncbn::emulation;
+  using namespace emulation;
   static std::string message;
-  syncbn::emulation::unwritten = {unwritten, unwritten + unwritten_bytes};
+  emulation::unwritten = {unwritten, unwritten + unwritten_bytes};
   try {
     ptx::launch(name, blocks, threads, shared_bytes, arguments);
   } catch (const std::exception& error) {
