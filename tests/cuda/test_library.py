@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import setup_py
 from support.paths import ROOT
 
 import syncbn
@@ -167,13 +168,8 @@ def configure(tmp_path, setting, nvcc=None, prepare=""):
     if nvcc is not None:
         (home / "bin/nvcc").write_text(f"#!/bin/sh\n{nvcc}\n")
         (home / "bin/nvcc").chmod(0o755)
-    script = (
-        f"import runpy, sys, torch\n{prepare}\n"
-        "sys.argv = ['setup.py', '--version']\n"
-        "runpy.run_path('setup.py', run_name='__main__')"
-    )
     environment = {"SYNCBN_CUDA": setting, "CUDA_HOME": str(home), "TORCH_CUDA_ARCH_LIST": ""}
-    return run([sys.executable, "-c", script], **environment)
+    return setup_py.run("--version", prepare=f"import torch\n{prepare}", **environment)
 
 
 needs_cuda_torch = pytest.mark.skipif(torch.version.cuda is None, reason="torch is without CUDA")

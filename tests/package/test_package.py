@@ -1,6 +1,5 @@
 """The package: its binaries, what importing and building refuse."""
 
-import os
 import re
 import shutil
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import setup_py
 from support.paths import ROOT
 
 import syncbn
@@ -92,15 +92,7 @@ def build(tmp_path, *command, prepare="", **environment):
     """Run setup.py without CUDA, by default to build; nothing is left in the checkout."""
     if not command:
         command = ("build_ext", f"--build-temp={tmp_path}/temp", f"--build-lib={tmp_path}/lib")
-    script = (
-        f"import runpy, sys, torch\n{prepare}\n"
-        f"sys.argv = ['setup.py', *{command}]\n"
-        "runpy.run_path('setup.py', run_name='__main__')"
-    )
-    environment = {**os.environ, "SYNCBN_CUDA": "0", **environment}
-    return subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    return setup_py.run(*command, prepare=prepare, **{"SYNCBN_CUDA": "0", **environment})
 
 
 @pytest.mark.any_torch
@@ -190,7 +182,7 @@ def test_nvcc_that_does_not_run_is_a_reason_for_no_cuda_operators(tmp_path, prog
     nvcc.write_text(program)
     nvcc.chmod(mode)
     command = ("egg_info", f"--egg-base={tmp_path}")
-    setting = {"prepare": "torch.version.cuda = '13.0'", "CUDA_HOME": str(tmp_path)}
+    setting = {"prepare": "import torch; torch.version.cuda = '13.0'", "CUDA_HOME": str(tmp_path)}
     result = build(tmp_path, *command, SYNCBN_CUDA="auto", **setting)
     assert result.returncode == 0, result.stderr
     (reason,) = re.findall(r"no CUDA operators: (.*); built with", result.stderr)
