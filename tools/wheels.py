@@ -11,7 +11,7 @@
 Prints the tools' reports of problems, and exits with status 1 if there are any.
 
 ``python tools/wheels.py try`` runs tests of the installed wheel: of operators, the layer, several
-ranks and torch.compile. They need only the dependency group wheel-test.
+ranks, torch.compile and the CUDA library. They need only the dependency group wheel-test.
 """
 
 import re
@@ -27,6 +27,8 @@ TRIED = (
     "layer/test_functional.py",
     "ranks/test_multi_rank.py",
     "compile/test_compile.py",
+    "cuda/test_library.py::test_kernels_use_no_local_memory_on_any_architecture",
+    "cuda/test_library.py::test_every_gpu_has_code",
 )
 LEFT_OUT = "not whole_models"  # they need torchvision
 RELATIVE = re.compile(r'(?:\]\(|^\[[^\]]+\]: |href="|src=")(?!https:)([^)"\s]+)', re.MULTILINE)

@@ -32,6 +32,12 @@ LARGE_SHAPES = [
     (64, 4, 56, 56),  # few channels, each split over many blocks
     (4099, 48),
 ]
+# Where a thread of a kernel takes a CPU's time, two of the widths of a value.
+LARGE_CASES = [
+    case
+    for case in all_cases(LARGE_SHAPES)
+    if not IS_STANDIN or case.values[2] in (torch.bfloat16, torch.float32)
+]
 SPLIT_SHAPES = [(64, 4, 56, 56), (4099, 48), (8, 300, 7, 7)]
 # The stand-in always runs blocks in one order: a second call shows state that the first one left.
 ATTEMPTS = 2 if IS_STANDIN else 20
@@ -73,7 +79,7 @@ def training_step(x, dy, weight, bias, running_mean, running_var):
     }
 
 
-@pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases() + all_cases(LARGE_SHAPES))
+@pytest.mark.parametrize(("shape", "layout", "dtype"), all_cases() + LARGE_CASES)
 def test_results_are_those_of_the_cpu(shape, layout, dtype):
     check_against_cpu(shape, layout, dtype)
 

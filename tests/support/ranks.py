@@ -5,7 +5,7 @@ Starting a process and importing torch takes seconds, so one set of processes se
 each rank's result. A case that hangs fails within a minute with each rank's stack; processes never
 outlive their set.
 
-They start at once, as forks of a process that has imported torch and done nothing else. On CUDA,
+They start at once, as forks of a process that has imported torch and done nothing else. On a GPU,
 and with an environment of their own, which torch reads as it is imported, they start from nothing.
 
 On "plain" the default device is the one of plain_device.py. On CUDA a function finds its GPU as the
@@ -30,6 +30,8 @@ import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from support.cuda_device import IS_STANDIN
 
 CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported within a minute
 CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and communicators
@@ -102,7 +104,7 @@ class Ranks:
             from support import plain_device
 
             plain_device.build()  # once, and not in the time of a case
-        alike = self.device != "cuda" and not self.env
+        alike = not self.env and (self.device != "cuda" or IS_STANDIN)
         context: Any = multiprocessing.get_context("forkserver" if alike else "spawn")
         if alike:
             _start_fork_server()
