@@ -1,13 +1,13 @@
-"""Builds syncbn._C, and syncbn._cuda where there is CUDA. The rest stands in pyproject.toml.
+"""Builds syncbn._C, and syncbn._cuda if there is CUDA. Other settings are in pyproject.toml.
 
-SYNCBN_CUDA           auto (the default): CUDA operators where torch has CUDA and nvcc has its
-                      major version; 1: an error where they cannot be built; 0: none.
-CXX                   the C++ compiler; else torch compiles with c++, and setuptools links with
-                      the one that Python was built with.
-TORCH_CUDA_ARCH_LIST  the GPUs to build for, in torch's form; else those that are here, and all
-                      supported ones where none is.
-CUDA_HOME             where nvcc is; else it is looked for on PATH, in /usr/local/cuda and among the
-                      installed packages (nvidia-cuda-nvcc).
+SYNCBN_CUDA           auto (the default): CUDA operators if torch has CUDA and nvcc is of its major
+                      version; 1: an error if they cannot be built; 0: none.
+CXX                   the C++ compiler; by default torch compiles with c++, and setuptools links
+                      with the one that Python was built with.
+TORCH_CUDA_ARCH_LIST  the GPUs to build for, in torch's format; by default this machine's GPUs, or
+                      all supported ones if there is none.
+CUDA_HOME             the CUDA toolkit; by default nvcc is searched for on PATH, in /usr/local/cuda
+                      and among the installed packages (nvidia-cuda-nvcc).
 """
 
 import os
@@ -21,7 +21,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-# pip shows the warnings of a build. Torch says this one where NumPy is not installed.
+# pip shows a build's warnings. Torch emits this one if NumPy is not installed.
 warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
@@ -30,28 +30,28 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtensio
 
 VERSION = "0.1.0"
 OLDEST_TORCH = "2.11"  # TORCH_TARGET_VERSION in csrc/common/stable.h
-# 8.6 to 8.9 run the code of 8.0, which is the same but for its schedule.
+# 8.6 to 8.9 run the code of 8.0: theirs would differ only in scheduling.
 GPU_ARCHITECTURES = (75, 80, 90, 100, 120)
-# All later GPUs get code made from its PTX, and run the PTX where they are not listed. The kernels
-# need nothing newer. With PTX of their own 90 gets the same code, 100 and 120 code that needs a
-# tenth more registers, and a build takes twice as long.
+# Code for later GPUs is compiled from this PTX; unlisted GPUs run the PTX. The kernels need
+# nothing newer: with its own PTX, 90 gets the same code, 100 and 120 get code with a tenth more
+# registers, and a build takes twice as long.
 GPU_PTX = 80
 
 # No -std: torch adds the one its headers need. No -ffast-math: the two -fno- flags let loops with
 # comparisons be vectorized and change no result. -g0: debug information is 20 times the code.
 COMPILE_FLAGS = ["-O3", "-g0", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
-# Of our own code: a system's headers warn of nothing, and here torch's are among them.
+# Warnings of our own code only: torch's headers are included as system headers.
 COMPILE_FLAGS += ["-Wall", "-Wextra"]
 COMPILE_FLAGS += [f"-isystem{path}" for path in cpp_extension.include_paths()]
-# Torch's macros put the paths of files into errors: without what this machine adds to them.
+# Torch's macros put file paths into errors: remove this machine's folders from them.
 COMPILE_FLAGS += [f"-ffile-prefix-map={Path.cwd()}/="]
 COMPILE_FLAGS += [f"-ffile-prefix-map={path}/=" for path in cpp_extension.include_paths()]
 NVCC_FLAGS = ["-O3", "-Xcompiler=-fvisibility=hidden,-Wall,-Wextra", "-Xfatbin=-compress-all"]
-NVCC_FLAGS += ["--threads=4"]  # of the architectures: one file is most of a build on many cores
+NVCC_FLAGS += ["--threads=4"]  # architectures in parallel: one file takes most of a build
 
 
 def find_nvcc() -> Path | None:
-    """Sets CUDA_HOME where nvcc is only among the installed packages."""
+    """Sets CUDA_HOME if nvcc is only among the installed packages."""
     homes = [cpp_extension.CUDA_HOME] if cpp_extension.CUDA_HOME else []
     homes += [p for d in sys.path for p in sorted(glob(f"{d}/nvidia/cu*"), reverse=True)]
     for home in homes:
@@ -87,13 +87,13 @@ def why_no_cuda(nvcc: Path | None) -> str | None:
 
 
 def choose_architectures(nvcc: Path) -> tuple[str, list[str], str]:
-    """The GPUs to build for, in torch's form, nvcc's options for them, and what to say of them."""
+    """The GPUs to build for, in torch's format, nvcc's options for them, and a note for the log."""
     chosen = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if chosen:
         return chosen.replace(";", " "), [], ""  # torch adds the options
     known = {int(n) for n in re.findall(r"compute_(\d+)\n", run_nvcc(nvcc, "--list-gpu-arch"))}
     capabilities, about = [], ""
-    try:  # NVML counts GPUs with which CUDA may not start, as under a driver too old for this torch
+    try:  # NVML also counts GPUs on which CUDA does not start, such as under an old driver
         capabilities = [*map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))]
     except (AssertionError, RuntimeError) as error:
         about = f", because CUDA does not start: {str(error).splitlines()[0]}"
@@ -122,14 +122,14 @@ def cuda_extension(nvcc: Path, gpu_options: list[str]) -> Extension:
         define_macros=[("USE_CUDA", None)],  # declares torch's stream functions
         library_dirs=[str(home / "lib64"), str(home / "lib")],
     )
-    # The CUDA runtime is linked in, so that no library of one CUDA version has to be found; and of
-    # torch's libraries only what is ABI-stable is needed.
+    # The CUDA runtime is linked statically, so that no library of one CUDA version has to be
+    # found. Of torch's libraries only the stable ABI is used.
     extension.libraries = ["torch", "torch_cpu", "torch_cuda", "cudart_static", "rt", "dl"]
     return extension
 
 
 def wanted_cuda(nvcc: Path | None) -> tuple[bool, str]:
-    """Whether to build the CUDA operators, and what to say of it."""
+    """Whether to build the CUDA operators, and a note for the log."""
     setting = os.environ.get("SYNCBN_CUDA") or "auto"
     if setting not in ("auto", "0", "1"):
         raise SystemExit(f"expected SYNCBN_CUDA to be auto, 0 or 1, but got {setting!r}")
@@ -154,8 +154,8 @@ if with_cuda:
 
 
 def check_compiler(commands: list[str]):
-    """Here, because torch only warns, and the build then ends in an error without a way out."""
-    # A command may have words of its own, such as ccache g++.
+    """Torch would only warn, and the build's error would not say what to do."""
+    # A command may consist of several words, such as ccache g++.
     missing = [c for c in dict.fromkeys(commands) if not shutil.which(c.partition(" ")[0])]
     if not missing:
         return
@@ -169,8 +169,8 @@ def check_compiler(commands: list[str]):
 
 
 def check_standard_library(library: Path):
-    """Here, because such a library loads, and its first error ends the process."""
-    if b"libstdc++.so" in library.read_bytes():  # among the names of what it is linked with
+    """With libstdc++ linked statically, the first error would end the process."""
+    if b"libstdc++.so" in library.read_bytes():  # it is linked dynamically
         return
     library.unlink()
     raise SystemExit(
@@ -219,7 +219,7 @@ print(
 
 
 def pypi_description() -> str:
-    """The README; its relative links, which are dead on PyPI, lead to the tag of this version."""
+    """The README; its relative links, dead on PyPI, point to this version's tag."""
     pyproject = Path("pyproject.toml").read_text()  # Python 3.10 has no TOML parser
     (repository,) = re.findall(r'^Repository = "(.+)"$', pyproject, re.MULTILINE)
 

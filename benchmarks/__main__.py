@@ -60,7 +60,7 @@ def run_timings(path: Path, suite: str, device: str) -> None:
 
 
 def other_rows(suite: str, device: str) -> Iterator[Row]:
-    """Yield the rows of other quantities than times; counts on CPUs also hold for GPUs."""
+    """Yield the rows of quantities other than times; counts on CPUs also hold for GPUs."""
     import torch
 
     from benchmarks.accuracy import accuracy_rows

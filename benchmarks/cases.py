@@ -148,7 +148,7 @@ SUITES = {
         seeds=1,
         shapes_per_net=2,
     ),
-    # For tests that everything runs: its times are meaningless.
+    # A smoke test: its times are meaningless.
     "tiny": Suite(
         cases=(
             *grid("tiny", (2, 3, 5, 7), "float32"),
@@ -250,7 +250,7 @@ def shapes_of_nets(number: int) -> dict[str, list[tuple[int, ...]]]:
 
 def _shapes_of_images(name: str) -> set[tuple[int, ...]]:
     """Return the input shapes of a torchvision net's batch norm layers."""
-    from torchvision import models  # which a machine with a GPU may not have
+    from torchvision import models  # may be missing on a machine with a GPU
 
     shapes = set()
     with torch.device("meta"):  # shapes without values

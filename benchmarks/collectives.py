@@ -23,12 +23,12 @@ from benchmarks.measure import Call, Samples, host_clock, interleave
 from benchmarks.results import Row, spread
 from syncbn import sync_batch_norm
 
-SHAPE = (2, 64, 4, 4)  # of the layer that is counted
+SHAPE = (2, 64, 4, 4)  # of the counted layer's input
 EPS = 1e-5
 QUANTITIES = ("collectives", "bytes_sent", "bytes_received")
 FORWARD = "forward collective"
 
-# Of the times.
+# For timing.
 CHANNELS = (64, 256, 2048)
 ROUNDS = 15
 CALLS = 100  # in a row, the same number on all ranks
@@ -79,8 +79,8 @@ def _num_bytes(tensors: Any) -> int:
 class AllGatherBatchNorm(torch.autograd.Function):
     """The messages of torch.nn.SyncBatchNorm, which runs on GPUs only, in plain PyTorch.
 
-    Forward an all-gather of mean, invstd and count of each rank, backward an all-reduce; both of
-    the parameters' float32.
+    Forward: an all-gather of each rank's mean, invstd and count. Backward: an all-reduce. Both in
+    float32, the parameters' dtype.
     """
 
     @staticmethod
@@ -150,7 +150,7 @@ def _row(
     return Row(benchmark, *row, *spread(values), unit, len(values))
 
 
-Measure = Callable[[Any, torch.device], Any]  # of one rank of a group
+Measure = Callable[[Any, torch.device], Any]  # measures one rank of a group
 
 
 def _on_ranks(
@@ -237,7 +237,7 @@ def _calls(channels: int, device: torch.device, group: dist.ProcessGroup) -> dic
 
 
 def _seconds(device: torch.device, call: Call, calls: int) -> float:
-    """Return the time of one call, averaged over ``CALLS * calls``, up to the device's end."""
+    """Return the time of one call, averaged over ``CALLS * calls``, with the device's work."""
 
     def all_calls() -> None:
         for _ in range(CALLS * calls):

@@ -47,7 +47,7 @@ ALLOCATORS = {
     "default": {},
 }
 
-SHAPES: dict[str, tuple[int, ...]] = {  # of the comparison of masks
+SHAPES: dict[str, tuple[int, ...]] = {  # for comparing masks
     "memory": (16, 64, 112, 112),
     "cache": (8, 128, 28, 28),
     "sequences": (32, 256, 400),
@@ -84,7 +84,7 @@ def timing_rows(suite_name: str, allocator: str) -> Iterator[Row]:
 
 
 def sweep_rows(setting: Setting) -> Iterator[Row]:
-    """Time a training step of each shape of nets; yield the means by net and of all last.
+    """Time a training step of each shape of nets; yield the mean of each net, then of all.
 
     Shapes chosen by hand may be shapes that the code is tuned for.
     """
@@ -123,7 +123,7 @@ def _mean(name: str, rows: list[Row]) -> Row:
 
 
 def make_masks(shape: tuple[int, ...]) -> dict[str, Tensor]:
-    """Return masks of half of the positions: the end of each sample (padding), or any."""
+    """Return masks of half of the positions: the end of each sample (padding), or random ones."""
     positions = (shape[0], *shape[2:])
     last = torch.arange(positions[-1]).expand(positions)
     generator = torch.Generator().manual_seed(0)

@@ -1,11 +1,11 @@
 """Host time of ResNet-50's batch norm layers on two ranks: ``python -m benchmarks.cuda_host``.
 
 Only the layers run, on inputs so small that a GPU waits for its host; the clock stops before the
-device is waited for. Times are microseconds a layer, medians and quartiles of interleaved rounds:
-of the process with all its threads, and of the wall. Counts are a layer's. Beginnings of a pass
-come one step further each: their differences show where the time goes. The parts show what CUDA
-itself takes: on the stand-in for it, in tests/standin, other times than on a GPU. There this runs
-with STANDIN_KERNELS=skip STANDIN_STREAMS=late STANDIN_DELAY_MS=20000.
+host waits for the device. Times are microseconds per layer, as medians and quartiles of interleaved
+rounds: CPU time of all the process's threads, and wall time. Counts are per layer. Each prefix of a
+pass has one step more than the last: the differences are the steps' times. The parts show the cost
+of CUDA itself, which differs on the stand-in of tests/standin. On the stand-in set
+STANDIN_KERNELS=skip STANDIN_STREAMS=late STANDIN_DELAY_MS=20000.
 """
 
 import argparse
@@ -40,11 +40,11 @@ KINDS: dict[str, Callable[..., nn.Module]] = {
     "torch without waits": nn.SyncBatchNorm,
     "unsynchronized": nn.BatchNorm2d,
 }
-Key = tuple[str, str]  # a kind, and "forward" or "backward"; or the name of a part
+Key = tuple[str, str]  # the name of a kind or part, and "forward", "backward" or "part"
 
 
 class Layers(nn.ModuleList):
-    """Layers beside each other, so that nothing else has to run between them."""
+    """Independent layers, so that nothing else runs between them."""
 
     def forward(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return each layer's output for its input."""
@@ -59,7 +59,7 @@ def step_calls(kind: str, layers: int, compiler: str) -> dict[Key, Call]:
     inputs = [torch.randn(shape, device="cuda").requires_grad_() for shape in shapes]
     leaves, grads = [*inputs, *net.parameters()], [torch.ones_like(x) for x in inputs]
     outputs: list[Tensor] = []
-    # torch's layer leaves out what waits in a capture.
+    # In a capture torch's layer skips its waits.
     as_captured = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
     context: Any = as_captured if kind == "torch without waits" else contextlib.nullcontext()
 
@@ -73,8 +73,8 @@ def step_calls(kind: str, layers: int, compiler: str) -> dict[Key, Call]:
     return {(kind, "forward"): forward, (kind, "backward"): backward}
 
 
-class Beginnings:
-    """A layer's passes, each up to one of its steps."""
+class PassPrefixes:
+    """Prefixes of a layer's passes, each up to one step."""
 
     def __init__(self, channels: int) -> None:
         self.layer = syncbn.SyncBatchNorm(channels).cuda()
@@ -92,7 +92,7 @@ class Beginnings:
         return ops.usual.batch_norm_stats(self.x, self.record.tail, *self.arguments[:6])
 
     def sums(self) -> Tensor:
-        """Sum it over the ranks."""
+        """Sum that message over the ranks."""
         return training.all_reduce(self.statistics(), self.record)
 
     def normalized(self) -> object:
@@ -100,7 +100,7 @@ class Beginnings:
         return training.normalize(self.x, self.sums(), self.arguments, self.record)
 
     def trained(self) -> object:
-        """Do all that a forward pass does without a gradient."""
+        """Run a whole forward pass without a gradient."""
         return training.train(self.x, self.arguments, self.record)
 
     def reduced(self) -> Tensor:
@@ -112,7 +112,7 @@ class Beginnings:
         )[0]
 
     def backward_sums(self) -> Tensor:
-        """Sum it over the ranks."""
+        """Sum that message over the ranks."""
         return training.all_reduce(self.reduced(), self.backward_record)
 
     def backward_applied(self) -> object:
@@ -126,11 +126,11 @@ class Beginnings:
 
 
 def part_calls(layers: int) -> dict[Key, Call]:
-    """Return beginnings of passes, and the calls of CUDA that layers consist of, on eight numbers.
+    """Return prefixes of passes, and the CUDA calls of a layer, on eight numbers.
 
-    Each is made as often as there are layers.
+    Each is repeated once per layer.
     """
-    passes = [Beginnings(channels) for channels in CHANNELS[:layers]]
+    passes = [PassPrefixes(channels) for channels in CHANNELS[:layers]]
     x, cpu, event = torch.ones(8, device="cuda"), torch.ones(8), torch.cuda.Event()
     parts: dict[str, Call] = {
         "an allocation": lambda: torch.empty_like(x),
@@ -158,7 +158,7 @@ def repeat(call: Call, times: int) -> Call:
 
 
 def clock(call: Call) -> tuple[float, float]:
-    """Return a call's seconds of the process and of the wall, and then wait for the device."""
+    """Return a call's CPU and wall seconds, then wait for the device."""
     torch.cuda.synchronize()
     process, wall = time.process_time(), time.perf_counter()
     call()
@@ -181,7 +181,7 @@ def run_rank(rank: int, store: str, layers: int, rounds: int, compiler: str) -> 
     """Measure on one rank, and print on the first; runs in a spawned process."""
     if hasattr(ctypes.CDLL(None), "standin_take_log"):  # no profiler sees the stand-in's launches
         importlib.import_module("standin_plugin").count_by_log()
-    if torch.cuda.device_count() == 1:  # which NCCL gives to two ranks if their hosts differ
+    if torch.cuda.device_count() == 1:  # NCCL lets two ranks share it if their hosts differ
         os.environ.update(NCCL_HOSTID=f"rank-{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1")
     torch.set_num_threads(1)
     torch.cuda.set_device(rank % torch.cuda.device_count())

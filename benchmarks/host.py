@@ -1,9 +1,9 @@
 """Host time of a layer on a CPU: ``python -m benchmarks.host {one,fake,gloo} [--compiler NAME]``.
 
-Twenty layers one after the other, on inputs of 8x16x4x4, so small that the kernels take little.
-Times are microseconds a layer of the thread that calls, minima and medians of interleaved rounds,
-and ratios to torch's BatchNorm2d, which synchronizes nothing. ``fake`` is torch's backend without
-communication, as one of two ranks; ``gloo`` are two ranks with real waits.
+Twenty layers in sequence, on inputs of 8x16x4x4, so small that the kernels take little time. Times
+are microseconds per layer of the calling thread: minima and medians of interleaved rounds, and
+ratios to torch's BatchNorm2d, which does not synchronize. ``fake`` is one of two ranks over torch's
+backend without communication; ``gloo`` is two ranks with real waits.
 """
 
 import argparse
@@ -27,7 +27,7 @@ BASELINE = "BatchNorm2d"
 
 
 class Chain(nn.ModuleList):
-    """Layers one after the other; with ``adds``, each adds its input to the normalized one."""
+    """Layers in sequence; with ``adds``, each adds its input to its normalized input."""
 
     def __init__(self, layer: Callable[[], nn.Module], *, adds: bool = False) -> None:
         super().__init__(layer() for _ in range(LAYERS))
@@ -117,7 +117,7 @@ def report(mode: str, times: dict[str, list[tuple[float, float]]]) -> None:
 
 
 def main() -> None:
-    """Run one mode, on two ranks where they communicate."""
+    """Run one mode, on two ranks if they communicate."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("mode", choices=("one", "fake", "gloo"))
     parser.add_argument("--rounds", type=int, default=200)

@@ -5,9 +5,9 @@ forward and 5 backward; copying a tensor is 2 passes, so the time of a copy give
 passes at full bandwidth. On CPUs some cases are faster: an ordinary store also reads the memory
 that it overwrites, an uncounted pass; a store past the caches does not.
 
-Of the fused layers, ``separate`` is our layer, an addition in place and torch's activation in
-place, as nets have them; ``torch`` is the same behind torch's layer. An activation costs a fused
-layer no pass over memory.
+Among the fused layers, ``separate`` is our layer, an in-place addition and torch's in-place
+activation, as in most nets; ``torch`` is the same after torch's layer. A fused activation needs no
+pass over memory.
 
 The layer is the only rank of its group; collectives.py has the cost of communication.
 """
@@ -72,7 +72,7 @@ class Setting(NamedTuple):
     allocator: str
     layer_clock: Clock = host_clock
     kernel_clock: Clock = host_clock  # of operators and copies
-    # Of each case; with one buffer, small tensors stay in the caches, as in a net.
+    # Buffers per case: with one, small tensors stay in the caches, as in a net.
     num_buffers: Callable[[Case], int] = lambda case: 1
     make_theirs: Callable[[Case, torch.device], nn.Module] = unsynchronized
 

@@ -30,13 +30,13 @@ def host_clock(call: Call, calls: int) -> float:
 
 
 def eager_clock(call: Call, calls: int) -> float:
-    """Return the seconds per call on the GPU, from the first call's begin to the last one's end."""
+    """Return the seconds per call on the GPU, from the first call's start to the last one's end."""
     torch.cuda.synchronize()
     return _elapsed(call, calls)
 
 
 def gpu_clock(call: Call, calls: int) -> float:
-    """Return the same without host time: the GPU sleeps until all calls are launched."""
+    """Like eager_clock, without host time: the GPU sleeps until all calls are launched."""
     calls = min(calls, LAUNCHES_AHEAD)
     torch.cuda.synchronize()
     seconds = host_clock(call, calls)

@@ -12,7 +12,7 @@ from benchmarks.results import RATIO, STEP, Row, read
 
 NO_RESULTS = "`make bench` measures the machine it runs on and writes the results here.\n"
 
-# Lines of the README's tables, in this order; the page has all.
+# Rows of the README's tables, in this order; the page has all rows.
 CASES = {
     "ResNet-50 x32": "layers of ResNet-50, 32 images: time of the host",
     "ResNet-50 x256": "layers of ResNet-50, 256 images",
@@ -124,7 +124,7 @@ def is_of_steps(rows: list[Row]) -> bool:
 
 
 def _steps(rows: list[Row]) -> list[str]:
-    """Return a table of the last case: milliseconds by variant and mode, and on a GPU the peak."""
+    """Return a table of the last case: milliseconds by variant and mode, on a GPU also memory."""
     case = [row for row in rows if row.shape == rows[-1].shape and row.case == rows[-1].case]
     last, modes = case[-1], list(dict.fromkeys(row.benchmark for row in case))
     cells = {(row.variant, row.benchmark, row.quantity): row for row in case}
@@ -177,7 +177,7 @@ def _section(rows: list[Row]) -> str:
 
 
 def _setting(rows: list[Row], root: str) -> dict[str, str | float]:
-    """Return the fields of the sentences; ``root`` is the way to the repository's folder."""
+    """Return the fields of the sentences; ``root`` is the path to the repository's folder."""
     steps = training_steps(rows)
     noise = max(abs(row.median - 1) for row in steps if row.variant == "syncbn again/syncbn")
     setting = {name: getattr(steps[0], name) for name in ("device", "date", "commit", "torch")}

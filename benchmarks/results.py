@@ -30,7 +30,7 @@ class Spread(NamedTuple):
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Return median and quartiles; all three are the value of a single sample."""
+    """Return median and quartiles; for a single sample, all three are its value."""
     if len(samples) == 1:
         return Spread(samples[0], samples[0], samples[0])
     q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")

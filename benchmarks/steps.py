@@ -2,8 +2,8 @@
 
 The nets have the layers and shapes of He et al., "Deep Residual Learning for Image Recognition"
 (2015). A step is a forward pass, a cross-entropy, a backward pass and SGD. All variants take turns
-in each round. On a GPU, bfloat16 autocast and channels_last; the group has this rank alone and
-makes its collectives all the same. On CPUs, float32, and two ranks over gloo of one thread each.
+in each round. On a GPU: bfloat16 autocast, channels_last, and a group of one rank that still runs
+its collectives. On CPUs: float32, and two ranks over gloo, with one thread each.
 """
 
 import argparse
@@ -132,7 +132,7 @@ class Measured(NamedTuple):
 
 
 class Step:
-    """A training step of a variant, with what its layers need around it."""
+    """A training step of a variant, in the context that its layers need."""
 
     def __init__(self, variant: str, mode: str, case: Case, device: torch.device) -> None:
         self.variant, self.mode, self.device = variant, mode, device
@@ -169,7 +169,7 @@ class Step:
             self.optimizer.step()
 
     def clock(self) -> tuple[float, float]:
-        """Return milliseconds of a step, and of its host."""
+        """Return the milliseconds of a step, and until its host is done."""
         self.wait()
         start = time.perf_counter()
         self()
@@ -200,14 +200,14 @@ class Step:
 
 
 def sending_alone() -> Any:
-    """Return a context in which our layers make their collectives in a group of one rank."""
+    """Return a context in which our layers run collectives in a group of one rank."""
     from benchmarks import cuda
 
     return cuda.sending_alone()
 
 
 def use_torchs(model: nn.Module) -> None:
-    """Put torch's layer, which synchronizes in a group of one too, in the place of BatchNorm2d."""
+    """Replace BatchNorm2d by torch's layer, which here also synchronizes in a group of one."""
     from benchmarks.cuda import TorchLayer
 
     for module in model.modules():
@@ -220,7 +220,7 @@ def measure(case: Case, modes: Sequence[str], device: torch.device, rounds: int)
     """Measure all variants on one rank.
 
     Raises:
-        RuntimeError: A variant did not make the collectives that it is measured for.
+        RuntimeError: A variant ran another number of collectives than expected.
     """
     variants = ["BatchNorm2d", "syncbn, one process", "syncbn, group"]
     if device.type == "cuda":  # on CPUs torch's layer does not train
@@ -228,7 +228,7 @@ def measure(case: Case, modes: Sequence[str], device: torch.device, rounds: int)
     found = []
     for mode in modes:
         steps = [Step(variant, mode, case, device) for variant in variants]
-        if mode == "reduce-overhead":  # torch's layer waits for the device, which no graph can hold
+        if mode == "reduce-overhead":  # torch's layer waits for the device: no graph can hold that
             steps = steps[:3]
         for step in steps * 4:  # compile, record and warm up
             step()
@@ -239,7 +239,7 @@ def measure(case: Case, modes: Sequence[str], device: torch.device, rounds: int)
         for step, of_step in zip(steps, times, strict=True):
             whole, host = (spread(column) for column in zip(*of_step, strict=True))
             sent, layers = step.collectives(), count_layers(step.model)
-            is_replayed = mode == "reduce-overhead"  # by the device, which no backend counts
+            is_replayed = mode == "reduce-overhead"  # the backend counts no replay
             expected = 2 * layers if step.variant == "syncbn, group" and not is_replayed else None
             if step.variant in variants[:2]:
                 expected = 0
@@ -284,7 +284,7 @@ def run_rank(rank: int, device_type: str, store: str, rounds: int, tiny: bool, o
 
 
 def print_table(case: Case, measured: list[Measured]) -> None:
-    """Print milliseconds of a step; on a GPU in brackets those of the host, and the peaks."""
+    """Print milliseconds of a step; on a GPU also of the host, in brackets, and peaks of memory."""
     modes = list(dict.fromkeys(m.mode for m in measured))
     print(f"\n{case}, torch {torch.__version__}\n")
     is_on_gpu = not math.isnan(measured[0].mebibytes)

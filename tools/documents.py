@@ -62,7 +62,7 @@ def _failure(fault: Any) -> str:
 
 
 def _over_nccl(fault: Any) -> str:
-    """Return what becomes of the others, and of that rank if it is something else than on CPUs."""
+    """Return the others' outcome, and that rank's if it differs from the one on CPUs."""
     if not fault.runs_over_nccl:
         return "not tested"
     that_rank, others = fault.that_rank, fault.others

@@ -21,14 +21,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TAIL = 25  # last lines of a failed part's log, repeated at the end
 
-# Folders with tests marked cuda, in parts that run in parallel. Other folders' tests import more.
+# Folders of tests marked cuda, in parts that run in parallel. Other folders need more packages.
 TESTS = {
     "ranks": ["tests/ranks"],
     "sanitizer": ["tests/sanitizer"],
     "others": ["tests/compile", "tests/cuda", "tests/layer", "tests/operators"],
 }
 # Processes for each part, if pytest-xdist is installed; a test of ranks starts more. Each process
-# takes about 1 GiB of the GPU, and more of them than these have filled 80 GiB.
+# takes about 1 GiB of the GPU, and more processes than these have filled 80 GiB.
 WORKERS = {"ranks": 3, "sanitizer": 2, "others": 5}
 
 FIND_DEVICE = """
@@ -122,9 +122,9 @@ def find_device() -> tuple[str, str]:
 def stages(output: Path) -> list[list[Part]]:
     """Return stages of parts that run in parallel; the benchmark is a stage of its own."""
     python = sys.executable
-    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT)]  # what is given comes first
+    paths = [os.environ.get("PYTHONPATH", ""), str(ROOT)]  # the caller's folders come first
     env = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    test_env = {**env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # others' plugins may warn
+    test_env = {**env, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # other plugins may warn
     build_env = {**env, "SYNCBN_CUDA": "1", "TORCH_CUDA_ARCH_LIST": ""}  # this GPU only
     # The cache of another machine's run is useless; a hanging test shows its stack.
     pytest = [python, "-m", "pytest", "-m", "cuda", "--require-cuda", "-v", "-ra"]
@@ -133,7 +133,7 @@ def stages(output: Path) -> list[list[Part]]:
     for name, paths in TESTS.items():
         workers = ["-p", "xdist", "-n", str(WORKERS[name])] if find_spec("xdist") else []
         tests.append(Part(name, [*pytest, *workers, *paths], 290, test_env))
-    # Where a layer's host spends its time; also a property of the machine.
+    # The host time of a layer: it depends on the machine too.
     host = f"'{python}' -m benchmarks.cuda_host"
     environment = f"'{python}' -m syncbn info && nvidia-smi && {host}"
     # "python -m benchmarks run" would need matplotlib.

@@ -5,7 +5,7 @@
 - torch-abi-audit: the libraries use only torch's stable ABI.
 - check-wheel-contents: the wheel contains no misplaced files.
 - twine: PyPI accepts the metadata and can render the README.
-- The description's links have an address: PyPI has none of the repository's files.
+- The description has no relative links: PyPI does not host the repository's files.
 - The wheel contains all files of the package.
 
 Prints the tools' reports of problems, and exits with status 1 if there are any.

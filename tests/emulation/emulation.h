@@ -44,9 +44,7 @@ T& shared_memory() {
 
 // --- Barriers, shuffles, votes
 
-inline void __syncthreads() {
-  emulation::Block::current->suspend(emulation::Wait::kSyncthreads);
-}
+inline void __syncthreads() { emulation::Block::current->suspend(emulation::Wait::kSyncthreads); }
 
 namespace emulation {
 
@@ -70,19 +68,19 @@ T shuffle(Wait wait, unsigned mask, T value, int width, const Source& source) {
 template <typename T>
 T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
   return emulation::shuffle(emulation::Wait::kShfl, mask, value, width,
-                                    [=](unsigned) { return source & (width - 1); });
+                            [=](unsigned) { return source & (width - 1); });
 }
 
 template <typename T>
 T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
   return emulation::shuffle(emulation::Wait::kShflDown, mask, value, width,
-                                    [=](unsigned lane) { return lane + delta; });
+                            [=](unsigned lane) { return lane + delta; });
 }
 
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32) {
   return emulation::shuffle(emulation::Wait::kShflXor, mask, value, width,
-                                    [=](unsigned lane) { return lane ^ lane_mask; });
+                            [=](unsigned lane) { return lane ^ lane_mask; });
 }
 
 inline void __syncwarp(unsigned mask = 0xffffffff) {
@@ -90,8 +88,8 @@ inline void __syncwarp(unsigned mask = 0xffffffff) {
 }
 
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
-  const uint64_t* values = emulation::Block::current->exchange(
-      emulation::Wait::kBallot, mask, predicate != 0, 0);
+  const uint64_t* values =
+      emulation::Block::current->exchange(emulation::Wait::kBallot, mask, predicate != 0, 0);
   unsigned result = 0;
   for (unsigned lane = 0; lane < emulation::kWarpSize; ++lane) {
     result |= static_cast<unsigned>(values[lane]) << lane;
@@ -100,8 +98,8 @@ inline unsigned __ballot_sync(unsigned mask, int predicate) {
 }
 
 inline int __any_sync(unsigned mask, int predicate) {
-  const uint64_t* values = emulation::Block::current->exchange(
-      emulation::Wait::kAny, mask, predicate != 0, 0);
+  const uint64_t* values =
+      emulation::Block::current->exchange(emulation::Wait::kAny, mask, predicate != 0, 0);
   return std::any_of(values, values + emulation::kWarpSize,
                      [](uint64_t value) { return value != 0; });
 }
@@ -153,8 +151,7 @@ T atomicAdd(T* pointer, T value) {
 }
 
 inline unsigned atomicInc(unsigned* pointer, unsigned limit) {
-  return emulation::atomic(pointer,
-                                   [=](unsigned old) { return old >= limit ? 0u : old + 1; });
+  return emulation::atomic(pointer, [=](unsigned old) { return old >= limit ? 0u : old + 1; });
 }
 
 // --- Arithmetic

@@ -212,8 +212,8 @@ int main(int argc, char** argv) {
   }
   const std::string order = argv[2];
   emulation::order = order == "reverse"    ? Order::kReverse
-                             : order == "shuffled" ? Order::kShuffled
-                                                   : Order::kForward;
+                     : order == "shuffled" ? Order::kShuffled
+                                           : Order::kForward;
   try {
     if (argv[1] == std::string("warp_operations")) {
       check_warp_operations();

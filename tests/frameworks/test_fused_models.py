@@ -16,11 +16,9 @@ from syncbn import (
 )
 
 # How many layers have an activation, how many of those add a residual, and all. In ResNets those of
-# the shortcuts are left, because the other addend is fused; MobileNetV2 has ReLU6, V3 Hardswish.
+# the shortcuts are left, because the other addend is fused; MobileNetV3 also has Hardswish.
 MODELS = {
     "torchvision.resnet18": (17, 8, 20),
-    "torchvision.resnet50": (49, 16, 53),
-    "torchvision.mobilenet_v2": (0, 0, 52),
     "torchvision.mobilenet_v3_large": (11, 0, 46),
     "timm.resnet50": (49, 16, 53),
     "timm.efficientnet_b0": (33, 0, 49),

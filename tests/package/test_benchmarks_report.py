@@ -10,7 +10,7 @@ from support.paths import ROOT
 from benchmarks import report
 from benchmarks.cases import Case
 from benchmarks.layer import OVERHEAD
-from benchmarks.results import RESULTS, regressions, write
+from benchmarks.results import regressions, write
 from tools.documents import replace_block
 
 pytestmark = pytest.mark.any_torch
@@ -206,13 +206,3 @@ def test_tables_of_the_documents_are_the_generated_ones(root):
     assert result.returncode == 0, result.stderr
     for name in DOCUMENTS:
         assert (root / name).read_text() == (ROOT / name).read_text()
-
-
-def test_results_are_drawn_beside_them(results):
-    result = run("plot", results)
-    assert (result.returncode, result.stdout) == (0, f"{results.with_suffix('.png')}\n")
-    assert results.with_suffix(".png").stat().st_size > 10_000
-
-
-def test_stored_results_have_their_picture_and_no_other():
-    assert {p.stem for p in RESULTS.glob("*.png")} == {p.stem for p in RESULTS.glob("[!s]*.csv")}

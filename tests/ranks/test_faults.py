@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support import trial
+from support.cuda_device import IS_STANDIN
 from support.faults import FAULTS
 from support.groups import Exchangeable, make_by_hand
 from support.ranks import Failure, Ranks
@@ -95,26 +96,40 @@ def run_in_group_of_its_own(rank, world_size, name, where, mode, folder):
 
 
 @pytest.fixture(scope="module")
-def processes():
-    """Processes by their number, on CUDA."""
-    started = {}
+def started_over_nccl(request, tmp_path_factory):
+    """The cases that will be tested, on the stand-in three at a time."""
+    idle = [{} for _ in range(3 if IS_STANDIN else 1)]
 
-    def get(world_size):
-        if world_size not in started:
-            started[world_size] = Ranks(world_size, OVER_NCCL, backend="nccl", device="cuda")
-        return started[world_size]
+    def outcomes(folder, fault, where, world_size, mode):
+        processes = idle.pop()
+        if world_size not in processes:
+            processes[world_size] = Ranks(world_size, OVER_NCCL, backend="nccl", device="cuda")
+        case = (fault.name, where, mode, str(folder))
+        try:
+            return processes[world_size].outcomes(run_in_group_of_its_own, *case)
+        finally:
+            idle.append(processes)
 
-    yield get
-    for ranks in started.values():
-        ranks.__exit__()
+    test = test_what_becomes_of_the_ranks_over_nccl
+    cases = [item.callspec.id for item in request.session.items if item.function is test]
+    values = {case.id: case.values for case in NCCL_CASES}
+    with ThreadPoolExecutor(len(idle)) as pool:
+        yield {
+            case: pool.submit(outcomes, tmp_path_factory.mktemp("fault"), *values[case])
+            for case in cases
+        }
+        pool.shutdown(cancel_futures=True)
+    for processes in idle:
+        for ranks in processes.values():
+            ranks.__exit__()
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize(("fault", "where", "world_size", "mode"), NCCL_CASES)
-def test_what_becomes_of_the_ranks_over_nccl(fault, where, world_size, mode, processes, tmp_path):
-    outcomes = processes(world_size).outcomes(
-        run_in_group_of_its_own, fault.name, where, mode, str(tmp_path)
-    )
+def test_what_becomes_of_the_ranks_over_nccl(
+    fault, where, world_size, mode, started_over_nccl, request
+):
+    outcomes = started_over_nccl[request.node.callspec.id].result()
     *others, that = outcomes
     if fault.ends:
         assert isinstance(that, Failure) and that.message == fault.ends

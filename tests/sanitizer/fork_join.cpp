@@ -1,6 +1,6 @@
-// Tells ThreadSanitizer, which sees neither torch nor libgomp, what at::parallel_for orders: what
-// came before it, its pieces, which nothing orders among themselves, and what comes after it.
-// Linked with --wrap=torch_parallel_for.
+// Tells ThreadSanitizer, which sees neither torch nor libgomp, the order of at::parallel_for: the
+// code before it, its pieces, in no order among themselves, and the code after it. Linked with
+// --wrap=torch_parallel_for.
 
 #include <sanitizer/tsan_interface.h>
 

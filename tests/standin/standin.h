@@ -27,7 +27,7 @@ STANDIN_API const char* standin_take_log();
 // Adds a line to the log.
 STANDIN_API void standin_log(const char* kind, const char* name);
 
-// Has a launch of a kernel with code fail: the next one is number 1. With the device, the device
+// Makes a launch of a registered kernel fail: number 1 is the next one. `with_device`: the device
 // fails as well.
 STANDIN_API void standin_fail_launch(int number, bool with_device);
 

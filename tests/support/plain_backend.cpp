@@ -1,5 +1,5 @@
 // The stand-in device's backend of torch.distributed: gloo, on the memory that the tensors have on
-// the host. It takes no tensors of the host, as the backends of devices do not.
+// the host. Like the backends of devices, it refuses tensors of the host.
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>

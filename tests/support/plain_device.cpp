@@ -1,7 +1,6 @@
-// A stand-in for devices that this library has no operators for: its memory is the host's, and what
-// it is asked to compute torch's CPU operators compute. Everything else is that of a device of its
-// own: tensors on it are not CPU tensors, and nothing mixes the two but a copy. Told to, it refuses
-// float64 as the devices do that have none.
+// A stand-in for devices that this library has no operators for: its memory is the host's, and
+// torch's CPU operators compute. Otherwise it is a separate device: its tensors are not CPU
+// tensors, and only copies mix the two. On request it refuses float64, like devices that have none.
 
 #include "plain_device.h"
 
@@ -38,7 +37,7 @@ struct Hooks : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
 };
 
-// Work is done when it is given: streams and events have nothing to wait for.
+// Work runs when it is enqueued: streams and events have nothing to wait for.
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<kDevice> {
   c10::Device getDevice() const override { return {kDevice, 0}; }
   c10::Device exchangeDevice(c10::Device) const override { return {kDevice, 0}; }

@@ -1,6 +1,6 @@
-"""The build backend: setuptools', after a check of the packages that a build needs.
+"""A build backend that checks for the packages that a build needs, then calls setuptools'.
 
-``pip install .`` installs them; ``pip install --no-build-isolation .`` does not look for them, and
+``pip install .`` installs them; ``pip install --no-build-isolation .`` does not check for them and
 would end in a traceback.
 """
 
@@ -8,7 +8,7 @@ import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-# The bounds of all supported torches for setuptools: before 2.12 below 82, from 2.15 on 77.0.3.
+# setuptools for every supported torch: below 82 before 2.12, at least 77.0.3 from 2.15 on.
 TOOLS = 'pip install torch ninja "setuptools>=77.0.3,<82"'
 
 
@@ -17,7 +17,7 @@ def numbers(text: str) -> list[int]:
 
 
 def check_python() -> None:
-    if sys.version_info < (3, 10):  # noqa: UP036  # its pip comes here first
+    if sys.version_info < (3, 10):  # noqa: UP036  # an older Python's pip runs this first
         found = ".".join(map(str, sys.version_info[:3]))
         raise SystemExit(
             f"syncbn needs Python 3.10 or later, but found Python {found}. Use a newer one: "

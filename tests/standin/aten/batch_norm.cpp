@@ -1,5 +1,5 @@
-// Batch normalization as cuDNN has it, and the backward of torch's own, whose CPU kernel wants
-// other dtypes of what forward saved than CUDA's forward returns.
+// cuDNN's batch normalization, and the backward pass of torch's own: torch's CPU kernel expects
+// other dtypes of the saved statistics than CUDA's forward pass returns.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/native_batch_norm.h>

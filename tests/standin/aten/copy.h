@@ -1,4 +1,4 @@
-// aten::copy_, which is not CUDA's by registration: most copies are the runtime's, as on a GPU.
+// aten::copy_, which torch registers for all devices: most copies are the runtime's, as on a GPU.
 #pragma once
 
 #include <ATen/core/boxing/KernelFunction.h>

@@ -34,7 +34,7 @@ void copy_results(const Deferred& work, const Stack& values) {
   const std::vector<Tensor> results = flatten(values);
   for (size_t i = 0; i < work.results.size(); ++i) {
     const Tensor& place = work.results[i];
-    // The CPU leaves some results empty that others make and do not use.
+    // The CPU leaves some unused results empty.
     if (!place.defined() || !results[i].defined() || results[i].numel() == 0) {
       continue;
     }

@@ -11,7 +11,7 @@
 
 namespace standin {
 
-// What stands above the backends has been done when a kernel of CUDA is called.
+// Dispatch keys above the backends are already handled when a CUDA kernel is called.
 struct BackendOnly {
   c10::impl::ExcludeDispatchKeyGuard guard{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                                            c10::autocast_dispatch_keyset | c10::python_ks |
@@ -27,8 +27,8 @@ struct Deferred {
   std::optional<Draw> draw;           // of a random operator whose values matter
 };
 
-// Enqueues work on the current stream of a device. If it runs within this call, then its errors are
-// raised here, as on a GPU, whose host checks arguments. Errors of a GPU's kernels fail the device.
+// Enqueues work on the current stream of a device. Errors of work that runs within this call are
+// raised here, because a GPU's host checks arguments. Errors of a GPU's kernels fail the device.
 void enqueue(Deferred work, c10::Device device);
 
 // Computes results on the CPU now.

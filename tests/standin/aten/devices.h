@@ -9,15 +9,15 @@
 
 namespace standin {
 
-// Returns the device that a call runs on. Tensors of other devices are an error in torch's words,
-// but for numbers of the CPU and for indices.
+// Returns the device that a call runs on. Tensors of other devices raise torch's error, except
+// numbers of the CPU and indices.
 c10::Device find_device(const Facts& facts, c10::ArrayRef<IValue> arguments);
 
 // Returns whether tensors of a call are of several devices.
 bool are_mixed(c10::ArrayRef<IValue> arguments);
 
-// Brings indices to the device, for which a GPU's host waits. It also waits to count a mask's
-// values when they are to be written.
+// Copies indices to the device; as with a GPU, the host waits for them. It also waits to count a
+// mask's values before they are written.
 void move_indices(const Facts& facts, Stack* arguments, c10::Device device);
 
 }  // namespace standin

@@ -1,4 +1,4 @@
-// Dropout, which draws without an argument for a generator: the CPU's would draw from its own.
+// Dropout: it has no generator argument, so the CPU's operator would use the CPU's generator.
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/ones_like.h>
 

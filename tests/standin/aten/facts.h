@@ -1,4 +1,4 @@
-// What an operator's schema says, read once, since thousands of calls ask for it.
+// An operator's schema, read once, because thousands of calls need it.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -23,9 +23,9 @@ struct Facts {
   bool is_foreach;
   bool is_index_put;
   bool has_numbers = false;  // results that the host reads
-  bool has_shapes_of_cuda;   // in its meta kernel, for what its backward needs
+  bool has_shapes_of_cuda;   // the meta kernel gives CUDA's shapes, not the CPU's
   bool is_dynamic;           // shapes of results depend on values
-  bool is_pointwise;         // it has words of its own for tensors of two devices
+  bool is_pointwise;         // it has its own error for tensors of two devices
 };
 
 }  // namespace standin

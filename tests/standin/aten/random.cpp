@@ -12,7 +12,7 @@ namespace {
 // The generator counts in fours; the number of values does not matter to us.
 constexpr uint64_t kIncrement = 4;
 
-// SplitMix64, so that seeds side by side have nothing in common.
+// SplitMix64, so that adjacent seeds give unrelated numbers.
 uint64_t mix(uint64_t value) {
   value += 0x9E3779B97F4A7C15;
   value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9;

@@ -16,8 +16,8 @@
 namespace standin {
 namespace {
 
-// torch's own kernels stay where they launch nothing: they make views, allocate, or copy memory by
-// the runtime.
+// Kernels of torch that launch nothing are kept: they make views, allocate, or call the runtime to
+// copy.
 const std::set<std::string> kStay = {
     "aten::_efficientzerotensor",
     "aten::_local_scalar_dense",
@@ -49,7 +49,7 @@ void disable_fused_attention() {
   at::globalContext().setSDPUseCuDNN(false);
 }
 
-// That kernels are replaced is no news.
+// Silences torch's warnings about replaced kernels.
 class Silent : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };

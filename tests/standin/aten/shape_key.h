@@ -1,4 +1,4 @@
-// What shapes depend on, as bytes: many meta kernels are Python's, and take 100 us.
+// The arguments that shapes depend on, as bytes: many meta kernels are Python and take 100 us.
 #pragma once
 
 #include <c10/util/ArrayRef.h>

@@ -10,7 +10,7 @@
 namespace standin {
 namespace {
 
-// Programs whose shapes never repeat are not to fill the memory.
+// Bounds the memory that programs need whose shapes never repeat.
 constexpr size_t kMostKnown = 1000;
 
 bool is_sparse(const Stack& results) {
@@ -42,7 +42,7 @@ std::shared_ptr<const Shapes> ShapeFinder::find(const c10::OperatorHandle& op,
       }
       return shapes;
     } catch (const std::exception&) {
-      // If the arguments are wrong, then the CPU's operator says so in the words of a GPU's.
+      // If the arguments are wrong, the CPU's operator raises the same error as a GPU's.
     }
   }
   if (facts_.is_dynamic) {

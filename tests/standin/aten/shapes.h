@@ -15,7 +15,7 @@
 namespace standin {
 
 struct Shapes {
-  std::vector<Tensor> translated;  // what stands for the tensors of the call
+  std::vector<Tensor> translated;  // in place of the call's tensors
   Stack results;                   // tensors whose values mean nothing
 };
 

@@ -26,7 +26,7 @@ Tensor to_meta(const Tensor& tensor);
 // Returns zeros on the CPU, of the same layout.
 Tensor to_zeros(const Tensor& tensor);
 
-// Returns a copy of a CPU tensor, which the host may change before the work runs.
+// Returns a copy of a CPU tensor: the host may change the original before the work runs.
 Tensor to_copy(const Tensor& tensor);
 
 // Type promotion treats a Python number, which torch has wrapped, in its own way.

@@ -39,7 +39,7 @@ Translation translate(const Facts& facts, c10::ArrayRef<IValue> arguments, Targe
     if (value.isDevice()) {
       translation.arguments.emplace_back(c10::Device(device));
     } else if (value.isGenerator()) {
-      translation.arguments.emplace_back();  // random.h has another
+      translation.arguments.emplace_back();  // random.h provides one
     } else {
       translation.arguments.push_back(replace_tensors(value, [&](const Tensor& tensor) {
         translation.tensors.push_back(translate_tensor(tensor, target, facts.is_written[i]));

@@ -1,9 +1,9 @@
 // A CUDA driver (libcuda.so.1) of the few functions that torch calls itself; the runtime of the
 // stand-in does not need it.
 //
-// Each device has its primary context from the beginning. What torch asks for only when it is told
-// to use it, such as expandable segments, is missing: build_standin.py and the runtime make
-// functions of these names that write their name and fail.
+// Each device has its primary context from the beginning. Functions of optional features, such as
+// expandable segments, are missing: build_standin.py and the runtime generate ones that write their
+// name and fail.
 #include <cuda.h>
 
 #include "standin.h"

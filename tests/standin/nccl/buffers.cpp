@@ -1,4 +1,4 @@
-// What a GPU would find out by an access outside of its memory, or not at all.
+// Finds buffers outside of allocations, which a GPU finds by an access or not at all.
 #include "buffers.h"
 
 #include <string>

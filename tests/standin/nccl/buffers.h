@@ -1,4 +1,4 @@
-// The memory that callers name.
+// Checks of callers' buffers.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,7 @@
 
 namespace standin {
 
-// Ends with a failure unless a buffer lies within an allocation of a device or of pinned memory.
+// Throws a Failure unless a buffer lies within an allocation of a device or of pinned memory.
 void check_buffer(const Call& call, const char* name, const void* data, size_t bytes);
 
 }  // namespace standin

@@ -1,4 +1,4 @@
-// Names and sizes of what a rank asks for.
+// Names of calls, and names and sizes of data types.
 #include "call.h"
 
 #include "failure.h"

@@ -1,4 +1,4 @@
-// What a rank asks for. Ranks show each other their calls, which must be alike.
+// A rank's call of NCCL. Ranks show each other their calls, which must be alike.
 #pragma once
 
 #include <nccl.h>
@@ -24,7 +24,7 @@ enum class Kind : int32_t {
   kSplit,
 };
 
-// It lies in shared memory, so that it holds no pointers.
+// It lies in shared memory, so it holds no pointers.
 struct Call {
   Kind kind;
   ncclDataType_t type = ncclInt8;
@@ -39,7 +39,7 @@ bool is_alike(const Call& left, const Call& right);
 // For example "reduce of 5 float32 values (sum) to rank 1".
 std::string describe(const Call& call);
 
-// Ends with a failure if there is no such type.
+// Throws a Failure if there is no such type.
 size_t size_of(ncclDataType_t type);
 
 inline size_t bytes_of(const Call& call) { return call.count * size_of(call.type); }

@@ -1,4 +1,4 @@
-// What is refused before a collective is enqueued.
+// The checks before a collective is enqueued.
 #include "collective.h"
 
 #include <utility>

@@ -1,4 +1,4 @@
-// What all collectives have in common: they check their arguments, and join the thread's group.
+// The common part of all collectives: they check their arguments, and join the thread's group.
 #pragma once
 
 #include <functional>
@@ -18,7 +18,7 @@ class Collective {
   int size() const { return communicator_->size(); }
   bool is_root() const { return call_.rank == communicator_->rank(); }
 
-  // Buffers are of so many times the call's values.
+  // `times` is the buffer's size divided by the size of the call's values.
   void check_input(const void* data, size_t times) const;
   void add(void* output, size_t times, std::function<void(Communicator&)> body) const;
 

@@ -1,4 +1,4 @@
-// Collectives that only move values: each says what a rank writes into its slot, and what it reads.
+// Collectives that only move values: each defines a rank's writes into its slot, and its reads.
 #include <cstring>
 
 #include "collective.h"

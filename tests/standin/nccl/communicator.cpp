@@ -1,4 +1,4 @@
-// Joining, and meeting.
+// How ranks join and meet.
 #include "communicator.h"
 
 #include <cuda_runtime_api.h>
@@ -95,7 +95,7 @@ uint64_t Communicator::meet(Lane lane, const Call* call) {
   return meeting;
 }
 
-// Of two ranks the later one sees the earlier one's call, so that none needs to wait for all.
+// The later of two ranks sees the earlier one's call, so no rank needs to wait for all.
 void Communicator::compare(Lane lane, uint64_t meeting, const Call& call) {
   for (int rank = 0; rank < size_; ++rank) {
     const Place& place = layout_.place(lane, rank);

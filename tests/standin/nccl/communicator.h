@@ -31,32 +31,32 @@ class Communicator {
   const Layout& layout() const { return layout_; }
   StreamOrder& order() { return order_; }
 
-  // Numbers for what is made of this communicator: ranks count alike.
+  // Numbers the communicators made from this one; all ranks count alike.
   int next_child() { return ++num_children_; }
-  // For calls of the host that meet.
+  // For calls in which the hosts meet.
   std::unique_lock<std::mutex> lock_host() { return std::unique_lock<std::mutex>(host_); }
 
   // Waits for the other ranks; returns the meeting's number, which is the same on all ranks. Calls
-  // must be alike; without one, the meeting belongs to the call of the last.
+  // must be alike; without one, the meeting continues the previous call.
   uint64_t meet(Lane lane, const Call* call = nullptr);
   // The number of the next meeting.
   uint64_t next_meeting(Lane lane) const { return num_meetings_[lane] + 1; }
-  // Whether a rank has come to a meeting of the streams' work that this rank has not come to.
+  // Whether a rank has come to a later meeting of the streams' work than this rank.
   bool is_ahead(int rank) const;
   Call announced_by(int rank) const;
 
-  // Waits, asleep for the most part. `diagnose` is called every now and then and may throw.
+  // Waits, mostly asleep. `diagnose` is called at intervals and may throw.
   void wait(const std::function<bool()>& is_ready, const std::function<void()>& diagnose);
   // Wakes a rank that waits.
   void ring(int rank) { layout_.member(rank).bell.ring(); }
   bool has_died(int rank) const { return processes_[rank]->has_ended(); }
   std::string describe_process(int rank) const;
 
-  // Fails on all ranks, with words about this one.
+  // Fails on all ranks, with a message about this rank.
   [[noreturn]] void fail(ncclResult_t code, const std::string& words);
   // Throws if this rank has aborted, or if any rank has failed.
   void check() const;
-  // The error that has happened, without being asked for.
+  // The asynchronous error.
   ncclResult_t error() const;
 
   // Runs one piece of work at a time; a second one at the same time fails.

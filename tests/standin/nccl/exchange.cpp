@@ -1,5 +1,5 @@
-// Slots are two for each rank. Who writes one for a meeting has been at the one before, to which
-// all came when they had read what was there for the last but one.
+// Each rank has two slots, for even and odd meetings. A rank that writes a slot for a meeting has
+// been at the previous one, to which all ranks came after reading the slot's last content.
 #include "exchange.h"
 
 #include <algorithm>

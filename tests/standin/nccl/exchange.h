@@ -19,7 +19,7 @@ class Slots {
   uint64_t meeting_;
 };
 
-// What a rank does with bytes `offset` to `offset + length` of its buffers.
+// The actions of a rank on bytes `offset` to `offset + length` of its buffers.
 struct Exchange {
   // Puts this rank's piece into its slot; empty if it has none.
   std::function<void(unsigned char* slot, size_t offset, size_t length)> write;
@@ -27,8 +27,7 @@ struct Exchange {
   std::function<void(const Slots& slots, size_t offset, size_t length)> read;
 };
 
-// Goes through `bytes` in as many meetings as slots of `parts` pieces each need, but in one at
-// least.
+// Exchanges `bytes`, in as many meetings as slots of `parts` pieces require, at least one.
 void exchange(Communicator& communicator, const Call& call, size_t bytes, size_t parts,
               const Exchange& exchange);
 

@@ -1,4 +1,4 @@
-// The last words of this process.
+// The last error message of this process.
 #include "failure.h"
 
 #include <cstdio>
@@ -12,7 +12,7 @@ struct Words {
   std::string last;
 };
 
-// Streams' threads outlive main(), so that it is never destroyed.
+// Streams' threads outlive main(), so it is never destroyed.
 Words& words_of_process() {
   static auto* const words = new Words;
   return *words;

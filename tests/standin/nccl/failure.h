@@ -1,5 +1,5 @@
-// What goes wrong, in words: a failure carries NCCL's code, and the process remembers the last one
-// for ncclGetLastError.
+// Failures: exceptions with NCCL's code and a message. The process keeps the last message for
+// ncclGetLastError.
 #pragma once
 
 #include <nccl.h>
@@ -18,18 +18,19 @@ class Failure : public std::runtime_error {
   ncclResult_t code_;
 };
 
-// This rank has called ncclCommAbort. That is no failure: its collectives end without a word.
+// This rank has called ncclCommAbort. That is no failure: its collectives end silently.
 struct Aborted {};
 
 void remember_words(const std::string& words);
 
-// The words last remembered, which stay valid for this thread until it asks again.
+// The last message, which stays valid for this thread until its next call.
 const char* last_words();
 
-// Writes words to stderr with the prefix of all messages, and remembers them.
+// Writes a message to stderr, with the prefix of all messages, and keeps it as the last one.
 void report(const std::string& words);
 
-// The code of what `body` throws, whose words are remembered: NCCL's functions throw nothing.
+// Returns the code of the exception that `body` throws, and keeps its message: NCCL's functions do
+// not throw.
 template <typename Body>
 ncclResult_t guarded(const Body& body) {
   try {

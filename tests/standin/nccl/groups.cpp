@@ -1,4 +1,4 @@
-// As in NCCL, a communicator's collectives of a group come before its sends and receives, which are
+// As in NCCL, a group's collectives of a communicator run before its sends and receives, which are
 // one piece of work.
 #include "groups.h"
 

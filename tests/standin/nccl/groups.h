@@ -27,7 +27,7 @@ class Group {
            const Transfer& transfer);
 
  private:
-  // What is to be enqueued for one communicator.
+  // The pending calls of one communicator.
   struct Part {
     std::shared_ptr<Communicator> communicator;
     std::vector<std::pair<cudaStream_t, Work>> collectives;

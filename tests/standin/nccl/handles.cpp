@@ -1,4 +1,4 @@
-// A handle is an address that is known here.
+// Keeps the addresses that are handles.
 #include "handles.h"
 
 #include <map>
@@ -15,7 +15,7 @@ struct Handles {
   std::map<ncclComm_t, std::shared_ptr<Communicator>> all;
 };
 
-// Threads of streams outlive main(), so that it is never destroyed.
+// Threads of streams outlive main(), so it is never destroyed.
 Handles& handles() {
   static auto* const value = new Handles;
   return *value;

@@ -11,13 +11,13 @@
 namespace standin {
 
 // Joins a communicator. Work of streams and of graphs shares it with the handle, and may outlive
-// that.
+// the handle.
 ncclComm_t join(const std::string& name, int size, int rank);
 
-// Ends with a failure for one that does not exist, or that was destroyed.
+// Throws a Failure for a handle that does not exist, or was destroyed.
 std::shared_ptr<Communicator> find_handle(ncclComm_t handle);
 
-// As find_handle, and the handle is gone.
+// Like find_handle, but also removes the handle.
 std::shared_ptr<Communicator> remove_handle(ncclComm_t handle);
 
 }  // namespace standin

@@ -1,5 +1,5 @@
-// What the ranks of a communicator share, and where it lies. Shared memory begins as zeros, which
-// is the first state of everything here.
+// The memory that a communicator's ranks share, and its layout. Shared memory begins as zeros, the
+// first state of all objects here.
 #pragma once
 
 #include <atomic>
@@ -14,37 +14,37 @@ namespace standin {
 constexpr int kMaxRanks = 64;
 constexpr size_t kCacheLine = 64;
 
-// Of all ranks.
+// The shared state of all ranks.
 struct alignas(kCacheLine) Header {
   std::atomic<int32_t> size;    // of the communicator, as its first rank says
-  std::atomic<int32_t> joined;  // how many ranks have
+  std::atomic<int32_t> joined;  // number of ranks that have joined
   // The first failure, for all ranks.
   std::atomic<int32_t> failure;  // 0: none, 1: being written, 2: written
   int32_t code;
   char words[1024];
 };
 
-// Of a rank.
+// The state of a rank.
 struct alignas(kCacheLine) Member {
   std::atomic<int32_t> process;  // 0 until it has joined
   Bell bell;                     // rings when something happens that this rank may wait for
 };
 
-// What a rank says when a communicator is split.
+// A rank's arguments when a communicator is split.
 struct Choice {
   int32_t color;
   int32_t key;
 };
 
-// A rank's place in a lane: ranks meet in a lane any number of times, one after another.
+// A rank's place in a lane, in which ranks meet any number of times.
 struct alignas(kCacheLine) Place {
-  std::atomic<uint64_t> arrived;  // at so many meetings
+  std::atomic<uint64_t> arrived;  // number of meetings so far
   // At even and at odd meetings:
-  Call announced[2];  // what it came for
+  Call announced[2];  // its call
   Choice chosen[2];
 };
 
-// The streams' work meets in one lane, the hosts' calls in another, for these do not wait for that.
+// Streams' work meets in one lane, hosts' calls in another, because hosts do not wait for streams.
 enum Lane { kDeviceLane, kHostLane, kNumLanes };
 
 struct alignas(kCacheLine) Counter {

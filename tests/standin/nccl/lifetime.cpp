@@ -46,7 +46,7 @@ void init_all(ncclComm_t* handles, int size, const int* devices) {
   }
 }
 
-// Waits for what was enqueued. After a failure that ends by itself.
+// Waits for enqueued work, which ends by itself after a failure.
 void flush(Communicator& communicator) {
   if (communicator.error() == ncclSuccess) {
     communicator.order().synchronize();

@@ -5,7 +5,7 @@
 
 namespace standin {
 
-// A process, by a descriptor: its number may become another's.
+// A process, by a descriptor: its number may be reused.
 class Process {
  public:
   explicit Process(pid_t id);
@@ -14,7 +14,7 @@ class Process {
   ~Process();
 
   pid_t id() const { return id_; }
-  // True also before its parent has asked for its exit status.
+  // True also before its parent has collected its exit status.
   bool has_ended() const;
 
  private:

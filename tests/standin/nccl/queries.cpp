@@ -1,4 +1,4 @@
-// What callers ask, and memory, which is the runtime's.
+// Queries, and allocations, which are the runtime's.
 #include "handles.h"
 #include "standin.h"
 
@@ -26,10 +26,10 @@ STANDIN_API ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResu
   return guarded([&] { *error = find_handle(communicator)->error(); });
 }
 
-// Of the process: torch asks without a communicator.
+// The error of the process: torch passes no communicator.
 STANDIN_API const char* ncclGetLastError(ncclComm_t) { return standin::last_words(); }
 
-// NCCL's own words: torch's callers know them.
+// NCCL's own messages: torch's callers know them.
 STANDIN_API const char* ncclGetErrorString(ncclResult_t result) {
   switch (result) {
     case ncclSuccess:
@@ -53,7 +53,7 @@ STANDIN_API const char* ncclGetErrorString(ncclResult_t result) {
   }
 }
 
-// Registered memory is faster on a GPU, and nothing else.
+// On a GPU registration only makes transfers faster.
 STANDIN_API ncclResult_t ncclCommRegister(const ncclComm_t communicator, void* data, size_t,
                                           void** handle) {
   return guarded([&] {

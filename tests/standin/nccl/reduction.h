@@ -21,14 +21,14 @@ struct Reduction {
   int number() const { return has_factor ? ncclNumOps : op; }
 };
 
-// Operations that callers have made, of all communicators.
+// Operations made by callers, of all communicators.
 class Reductions {
  public:
   static Reductions& instance();
 
   ncclRedOp_t add(const void* scalar, ncclDataType_t type, ncclScalarResidence_t residence);
   void remove(ncclRedOp_t op);
-  // Ends with a failure for an operation that does not exist, or that values of this type have not.
+  // Throws a Failure for an operation that does not exist, or that this type does not support.
   Reduction find(ncclRedOp_t op, ncclDataType_t type);
 
  private:

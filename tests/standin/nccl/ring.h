@@ -17,7 +17,7 @@ class Ring {
   size_t num_readable() const { return channel_->written - channel_->read; }
   size_t num_writable() const { return capacity_ - num_readable(); }
 
-  // Takes as many bytes as there is room for, and returns how many these were.
+  // Writes as many bytes as there is room for, and returns their number.
   size_t write(const void* from, size_t bytes);
   size_t read(void* to, size_t bytes);
 

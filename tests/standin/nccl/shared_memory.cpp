@@ -1,4 +1,4 @@
-// Shared memory of POSIX. Its pages are asked for at once: a process that later finds none would
+// Shared memory of POSIX. All pages are allocated at once: a process that later finds none would
 // die.
 #include "shared_memory.h"
 

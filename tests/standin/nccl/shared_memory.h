@@ -14,7 +14,7 @@ class SharedMemory {
   ~SharedMemory();
 
   void* data() const { return data_; }
-  // Takes the name away; who has the memory keeps it.
+  // Removes the name; processes that have the memory keep it.
   void forget_name();
 
  private:

@@ -1,4 +1,4 @@
-// An event behind each piece of work, for which the next one's stream waits if it is another.
+// Records an event after each piece of work; a different stream of the next one waits for it.
 #include "stream_order.h"
 
 #include <string>
@@ -33,7 +33,7 @@ StreamOrder::~StreamOrder() {
 }
 
 void StreamOrder::enqueue(cudaStream_t stream, const std::function<void()>& enqueue) {
-  // A stream that runs work at once is in here meanwhile: other threads' work comes after it.
+  // Work that runs at once runs under this lock: other threads' work comes after it.
   const std::lock_guard<std::mutex> lock(mutex_);
   const unsigned long long capture = capture_of(stream);
   Last& last = capture == 0 ? uncaptured_ : captured_;

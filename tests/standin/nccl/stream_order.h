@@ -15,7 +15,7 @@ class StreamOrder {
   StreamOrder& operator=(const StreamOrder&) = delete;
   ~StreamOrder();
 
-  // Calls `enqueue` so that its work runs after what was enqueued before.
+  // Calls `enqueue` so that its work runs after all earlier work.
   void enqueue(cudaStream_t stream, const std::function<void()>& enqueue);
   // Waits for all work that was enqueued outside of captures.
   void synchronize();
@@ -23,9 +23,9 @@ class StreamOrder {
  private:
   // The last work.
   struct Last {
-    cudaEvent_t event = nullptr;  // behind it
+    cudaEvent_t event = nullptr;  // recorded after it
     cudaStream_t stream = nullptr;
-    unsigned long long capture = 0;  // that it belongs to
+    unsigned long long capture = 0;  // the capture of the work
   };
 
   std::mutex mutex_;

@@ -26,7 +26,7 @@ class Lineup {
   bool is_done() const { return transfers_.empty(); }
   bool can_advance() const { return (is_send_ ? ring_.num_writable() : ring_.num_readable()) > 0; }
 
-  // Moves what can be moved.
+  // Moves all bytes that can be moved now.
   void advance() {
     bool has_moved = false;
     while (!is_done() && can_advance()) {
@@ -38,14 +38,14 @@ class Lineup {
     }
   }
 
-  // Fails if the first transfer will never go on.
+  // Fails if the first transfer can never continue.
   void diagnose() const {
     const int rank = communicator_.rank();
     const std::string words =
         "rank " + std::to_string(rank) + " waits in " + describe(transfers_.front().call);
     const bool has_died = communicator_.has_died(peer_);
     const bool is_ahead = communicator_.is_ahead(peer_);
-    if (can_advance()) {  // since the last look
+    if (can_advance()) {  // since the last check
       return;
     }
     if (peer_ == rank) {

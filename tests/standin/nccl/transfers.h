@@ -13,8 +13,8 @@ struct Transfer {
   void* data;
 };
 
-// Returns once all are complete. Those of one kind with one peer go in order, others in any. As
-// with NCCL, a send is complete when its values are on their way.
+// Returns once all are complete. Transfers of one kind with one peer run in order, others in any
+// order. As with NCCL, a send is complete when its values are on their way.
 void run_transfers(Communicator& communicator, const std::vector<Transfer>& transfers);
 
 }  // namespace standin

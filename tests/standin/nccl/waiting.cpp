@@ -11,7 +11,7 @@ namespace {
 
 // Ranks that run at the same time meet within microseconds; asleep, they would take some 50.
 constexpr auto kSpinTime = std::chrono::microseconds(20);
-// Another thread may end the wait without a ring only by dying.
+// Only a dead thread ends the wait without a ring.
 constexpr auto kSleepTime = std::chrono::milliseconds(100);
 
 enum FailureState : int32_t { kNone, kWriting, kWritten };

@@ -1,5 +1,4 @@
-// What a stream runs, and what becomes of failures: the communicator's asynchronous error, and
-// words.
+// The work of a stream. Its failure becomes the communicator's asynchronous error, with a message.
 #include "work.h"
 
 #include <cstring>
@@ -24,7 +23,7 @@ void spoil(const std::vector<Output>& outputs) {
   }
 }
 
-// A failure must not end here as the device's: on a GPU only the communicator is lost.
+// A failure must not fail the device: on a GPU only the communicator is lost.
 void run(void* context) {
   const Job& job = *static_cast<Job*>(context);
   try {

@@ -20,12 +20,11 @@ struct Output {
 struct Work {
   Call call;
   const char* name;             // in the runtime's log
-  std::vector<Output> outputs;  // become 0xff if it fails: no one takes that for a result
+  std::vector<Output> outputs;  // filled with 0xff if it fails, unlike any result
   std::function<void(Communicator&)> body;
 };
 
-// Enqueues work; throws what keeps it from being enqueued. On a stream that runs work at once also
-// what has gone wrong in it.
+// Enqueues work; throws if that fails, or if the work fails on a stream that runs it at once.
 void enqueue(const std::shared_ptr<Communicator>& communicator, cudaStream_t stream, Work work);
 
 }  // namespace standin

@@ -119,8 +119,8 @@ inline float bfloat16_to_float(uint16_t bits) { return __bfloat162float({bits});
 inline uint16_t float_to_half(float value) { return __float2half_rn(value).bits; }
 inline uint16_t float_to_bfloat16(float value) { return __float2bfloat16_rn(value).bits; }
 
-// A value of another lane, or the own if no lane is there: the section of lanes that `clamp` names
-// in its bits 8 to 12, as PTX does, ends before.
+// The value of another lane, or the own value if that lane is outside of the section, which bits 8
+// to 12 of `clamp` define as in PTX.
 struct Shuffled {
   uint32_t bits;
   bool valid;

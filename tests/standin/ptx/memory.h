@@ -10,7 +10,8 @@
 // - each access is inside of an allocation of the running device, where allocations are known.
 //
 // Tests that call launchers name the workspace, the range `unwritten`. The stand-in of the CUDA
-// runtime does not know it: there each address that a launch reads after it has written it counts.
+// runtime does not know it: there each address that a launch reads after writing it is taken for
+// workspace.
 #pragma once
 
 #include <bitset>

@@ -1,5 +1,5 @@
-// CUDA's functions that begin and end captures, and that tell and change what a stream's next node
-// depends on. torch's allocator asks for that to find out when memory can be used again.
+// CUDA's functions that begin and end captures, and that get and set the dependencies of a stream's
+// next node. torch's allocator gets them to find out when memory can be reused.
 #include <algorithm>
 #include <memory>
 #include <string>

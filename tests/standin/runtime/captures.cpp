@@ -1,4 +1,4 @@
-// Keeps the captures that have begun and not ended, and says what they forbid.
+// Keeps the active captures, and decides which calls they forbid.
 #include "captures.h"
 
 #include <algorithm>

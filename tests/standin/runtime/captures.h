@@ -1,7 +1,7 @@
 // Captures: streams whose work goes into a graph instead of being run.
 //
 // A capture begins in one stream; others join it by waiting for an event that was recorded in it.
-// What a GPU refuses in the meantime is refused here, and the capture is invalid from then on.
+// Calls that a GPU refuses during a capture are refused here, and invalidate the capture.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +22,7 @@ namespace standin {
 // The nodes that the next one of a stream depends on.
 struct Frontier {
   std::vector<cudaGraphNode_t> nodes;
-  std::vector<cudaGraphEdgeData> edges;  // plain ones, for whoever asks
+  std::vector<cudaGraphEdgeData> edges;  // plain edges, for queries
 
   void add(const std::vector<cudaGraphNode_t>& more);
   void set(const std::vector<cudaGraphNode_t>& all);
@@ -38,7 +38,7 @@ struct Capture {
   bool owns_graph = true;  // or the caller of cudaStreamBeginCaptureToGraph() does
   bool is_invalid = false;
   std::map<std::shared_ptr<Stream>, Frontier> frontiers;
-  std::set<cudaGraphNode_t> nodes;  // which must all be joined when the capture ends
+  std::set<cudaGraphNode_t> nodes;  // all must be joined when the capture ends
 
   void add(const std::shared_ptr<Stream>& stream, WorkPointer work);
   bool has_blocking_stream(int device) const;
@@ -47,7 +47,7 @@ struct Capture {
   cudaGraphNode_t find_unjoined() const;
 };
 
-// To be used with the scheduler's lock.
+// Requires the scheduler's lock.
 class Captures {
  public:
   static Captures& get();

@@ -48,7 +48,7 @@ struct Copy {
   const void* from;
   size_t size;
   cudaStream_t stream;
-  bool waits;        // whatever the memory is
+  bool waits;        // for any kind of memory
   const char* name;  // of the call
 };
 

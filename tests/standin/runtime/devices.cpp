@@ -1,4 +1,4 @@
-// Devices: how many there are, the current one of each thread, and waiting for all of one's work.
+// Devices: their number, the current one of each thread, and waiting for all work of one.
 #include "devices.h"
 
 #include "captures.h"

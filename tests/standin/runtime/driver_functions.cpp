@@ -1,6 +1,5 @@
 // The functions of the driver, for which torch asks by name.
-//
-// torch asks for all that it knows before it uses the first one. One that libcuda.so.1 lacks is a
+// torch looks up all functions before it uses the first one. In place of a missing one it gets a
 // function that writes its name and fails, so that only its use is an error.
 #include <dlfcn.h>
 

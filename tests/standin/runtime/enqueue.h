@@ -1,4 +1,4 @@
-// The one way of work into streams and captures.
+// Enqueues all work of streams and captures.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,7 +1,6 @@
-// Keeps the last error of each thread and the errors of devices, and gives their words.
-//
-// The words of an error are a thread's own, as its last error is: two threads that fail in two ways
-// do not read each other's words. Those of a failed device are all threads'.
+// Keeps the last error of each thread and the errors of devices, with their messages.
+// Like the last error, its message is a thread's own: two threads that fail in two ways do not read
+// each other's messages. The message of a failed device is for all threads.
 #include "errors.h"
 
 #include <cstdio>
@@ -33,7 +32,7 @@ class DeviceErrors {
     return failed_.count(device) != 0;
   }
 
-  // Returns the words of the device's failure, or of any device's, or an empty string.
+  // Returns the message of the device's failure, or of any device's, or an empty string.
   std::string find_words(int device) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = failed_.find(device);
@@ -43,7 +42,7 @@ class DeviceErrors {
     return failed_.empty() ? "" : failed_.begin()->second;
   }
 
-  // Returns a copy of the words that stays where it is. Equal words are kept once.
+  // Returns a copy at an address that stays valid. Equal messages are kept once.
   const char* keep(const std::string& words) {
     const std::lock_guard<std::mutex> lock(mutex_);
     return kept_.insert(words).first->c_str();
@@ -51,14 +50,14 @@ class DeviceErrors {
 
  private:
   std::mutex mutex_;
-  std::map<int, std::string> failed_;  // the words of each failed device
+  std::map<int, std::string> failed_;  // the message of each failed device
   std::set<std::string> kept_;
 };
 
 // What cudaGetLastError() of this thread returns.
 thread_local cudaError_t last_error = cudaSuccess;
 
-// The words of this thread's errors, by their codes. Never destroyed: destructors of other
+// The messages of this thread's errors, by their codes. Never destroyed: destructors of other
 // thread-local objects may call the runtime.
 std::map<cudaError_t, std::string>& words_of_thread() {
   thread_local auto* const value = new std::map<cudaError_t, std::string>;

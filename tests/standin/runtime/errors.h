@@ -1,8 +1,8 @@
-// Errors: the last one of each thread, with words that say what was wrong, and those of devices.
+// Errors: the last one of each thread, with a message, and those of devices.
 //
-// A device on which work has failed stays failed, as a GPU does after an access to memory that is
-// not there: each later call reports the error, and work behind the failed one does not run.
-// cudaGetErrorString() gives the words, so that they stand in the exceptions of torch.
+// A device on which work has failed stays failed, as a GPU does after an invalid memory access:
+// each later call reports the error, and work behind the failed one does not run.
+// cudaGetErrorString() returns the message, so torch's exceptions contain it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,11 +11,11 @@
 
 namespace standin {
 
-// Makes this the thread's last error and returns it. The words get "standin: " in front of them;
-// without words cudaGetErrorString() gives those of CUDA.
+// Makes this the thread's last error and returns it. The message gets the prefix "standin: ";
+// without one, cudaGetErrorString() returns CUDA's.
 cudaError_t fail(cudaError_t error, const std::string& words = "");
 
-// Fails the device for the rest of the process. The words are written to stderr, too.
+// Fails the device for the rest of the process. The message is written to stderr, too.
 void fail_device(int device, const std::string& words);
 
 // Returns the error of a device that has failed, or cudaSuccess.

@@ -1,6 +1,5 @@
 // Records events, and makes streams and the host wait for them.
-//
-// In late mode a query alone does not make work run, but whoever asks again and again waits.
+// In late mode one query does not make work run, but repeated queries do.
 #include "events.h"
 
 #include <string>

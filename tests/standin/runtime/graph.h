@@ -1,4 +1,4 @@
-// Graphs: captured work with its dependencies, and what is made of them to be launched.
+// Graphs: captured work with its dependencies, and executable graphs made from them.
 //
 // Nodes stay where they are, since their addresses are CUDA's handles of them. An executable graph
 // has its own list of the work and does not need the graph any more.
@@ -22,7 +22,7 @@ struct CUuserObject_st {
 
 struct CUgraphNode_st {
   const CUgraph_st* graph;
-  size_t number;              // its place in the graph, behind its dependencies
+  size_t number;              // its place in the graph, after its dependencies
   standin::WorkPointer work;  // or null: an empty node
   std::vector<cudaGraphNode_t> dependencies;
 };
@@ -45,8 +45,8 @@ struct Program {
   void run();
 };
 
-// Returns an order that the dependencies permit and that differs from the order of capture where
-// they leave a choice: the last node that could be next is.
+// Returns an order that the dependencies permit. Of the nodes that could be next, the one captured
+// last is, so that the order differs from the order of capture.
 std::vector<WorkPointer> reordered_work(const CUgraph_st& graph);
 
 // Gives references of an object back and destroys it with the last one. To be called without locks.

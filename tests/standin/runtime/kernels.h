@@ -27,7 +27,7 @@ class Kernels {
   // Notes how a kernel of this name runs.
   void add_kernel(std::string name, Kernel kernel);
 
-  // Returns the name that a function stands for, or null. It stays where it is.
+  // Returns the name that a function stands for, or null. The pointer stays valid.
   const std::string* find_name(const void* function);
 
   // Returns the kernel of a name, or null.

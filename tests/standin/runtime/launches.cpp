@@ -1,7 +1,8 @@
 // Launches of kernels.
 //
-// Registered kernels run, such as translated PTX. Of torch's, only that of torch.cuda._sleep() is known,
-// which spins for a number of cycles. The launch of any other is an error that names it.
+// Registered kernels run, such as translated PTX. Of torch's kernels, only the one of
+// torch.cuda._sleep() runs, which spins for a number of cycles. The launch of any other is an error
+// that names it.
 #include <cxxabi.h>
 
 #include <atomic>
@@ -110,7 +111,7 @@ struct Configuration {
   void* stream;
 };
 
-// That of this thread's next launch, between nvcc's two calls for it.
+// The configuration of this thread's next launch, between nvcc's two calls for it.
 thread_local Configuration next_launch;
 
 }  // namespace

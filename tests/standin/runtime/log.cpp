@@ -1,7 +1,6 @@
-// The log of what the host has asked of the devices: launches, copies, waits and allocations, a
-// line each. Tests count them where a GPU would need a profiler.
-//
-// Whoever takes the log empties it. Nobody may ever take it, so only the newest lines are kept.
+// The log of the host's calls: launches, copies, waits and allocations, a line each. Tests count
+// them where a GPU would need a profiler.
+// Taking the log empties it. It may never be taken, so only the newest lines are kept.
 #include <deque>
 #include <mutex>
 #include <string>

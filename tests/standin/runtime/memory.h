@@ -1,8 +1,8 @@
 // Memory of the devices and pinned memory of the host: all of it is this process's own.
 //
-// New and freed memory is filled with 0xff, which is NaN or -1, so that whoever reads what nobody
-// has written gets a wrong result. All allocations are known, so that kernels can be checked to
-// stay within them.
+// New and freed memory is filled with 0xff, which is NaN or -1, so that reading unwritten memory
+// gives a wrong result. All allocations are known, so that kernels can be checked to stay within
+// them.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -46,7 +46,7 @@ class Memory {
 
   cudaError_t release(void* pointer);
 
-  // Notes that the free of an allocation of the pool is enqueued; false if it was already.
+  // Notes that the free of an allocation of the pool is enqueued; false if that was noted before.
   bool mark_free(void* pointer);
 
   // Returns the allocation that holds an address.

@@ -1,4 +1,4 @@
-// CUDA's functions that allocate and free memory at once, and that tell what an address is.
+// CUDA's functions that allocate and free memory at once, and that describe an address.
 //
 // A free waits for the work of its device, as CUDA's does: late work may still use the memory.
 #include <cstring>

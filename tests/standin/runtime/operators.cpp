@@ -1,7 +1,7 @@
 // Loads the library that registers torch's operators, libstandin_aten.so beside this one.
 //
 // It cannot be preloaded: it needs torch's libraries, which must have registered their operators
-// before. torch asks for the number of devices before it uses any, so that is the moment.
+// before. torch asks for the number of devices before it uses one: that call loads it.
 #include "operators.h"
 
 #include <dlfcn.h>

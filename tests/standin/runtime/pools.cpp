@@ -1,8 +1,7 @@
 // Memory in the order of streams: cudaMallocAsync(), cudaFreeAsync() and the pool of each device.
-//
-// The address is there at once, but the memory gets filled with 0xff when the stream comes to the
-// allocation: whoever uses it before, in another stream, loses what was written. The memory is
-// given back when the stream comes to the free. The pool itself keeps nothing.
+// The address is valid at once, but the memory is filled with 0xff when the stream reaches the
+// allocation: earlier writes of another stream are lost. The memory is freed when the stream
+// reaches the free. The pool itself keeps nothing.
 #include <algorithm>
 #include <memory>
 #include <mutex>
@@ -21,7 +20,7 @@ struct CUmemPoolHandle_st {
   int device = 0;
   uint64_t num_used = 0;
   uint64_t most_used = 0;
-  uint64_t release_threshold = 0;  // kept for whoever asks
+  uint64_t release_threshold = 0;  // kept for queries
   std::map<int, int> switches;     // attributes that change nothing here
 
   void count(int64_t num_bytes) {

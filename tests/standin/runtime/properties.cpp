@@ -1,7 +1,7 @@
 // The properties of a device: those of an H100, as far as torch or kernels ask for them.
 //
-// The number of multiprocessors decides how kernels divide their work. Attributes that nobody has asked
-// for yet are errors rather than guesses.
+// The number of multiprocessors decides how kernels divide their work. Attributes that nobody has
+// asked for yet are errors rather than guesses.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>

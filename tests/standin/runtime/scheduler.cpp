@@ -80,7 +80,7 @@ void Scheduler::run(Lock& lock, const std::shared_ptr<Stream>& stream, Task task
     ++num_running_;
     lock.unlock();
     run_on_device(stream->device, *task.work);
-    if (!runs_inline) {  // whoever waits for the stream finds the work dropped
+    if (!runs_inline) {  // a host that waits for the stream finds the work dropped
       task.work.reset();
     }
     lock.lock();

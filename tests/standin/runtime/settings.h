@@ -6,7 +6,7 @@
 // STANDIN_STREAMS   inline: work runs within the call that enqueues it (the default)
 //                   async: each stream has a thread, which runs work as soon as it can
 //                   late: as async, but work waits until someone needs it or STANDIN_DELAY_MS (50)
-// STANDIN_KERNELS   skip: launches do nothing, which shows what the host's part of them takes
+// STANDIN_KERNELS   skip: launches do nothing, to measure the host's part of them
 // STANDIN_TRACE     1: what is enqueued, errors and waits of the host are written to stderr
 // STANDIN_ATEN      the library of torch's operators, instead of libstandin_aten.so
 #pragma once

@@ -12,18 +12,18 @@
 
 namespace standin {
 
-// To be used with the scheduler's lock.
+// Requires the scheduler's lock.
 class Streams {
  public:
   static Streams& get();
 
   cudaStream_t create(int device, unsigned flags, int priority);
 
-  // Returns the stream of a handle, also of the default streams of the current device, or null for
-  // what is no handle.
+  // Returns the stream of a handle, also of the default streams of the current device, or null if
+  // it is no handle.
   std::shared_ptr<Stream> find(cudaStream_t handle);
 
-  // Makes a stream's handle unknown; what was enqueued still runs.
+  // Makes a stream's handle unknown; enqueued work still runs.
   void destroy(const std::shared_ptr<Stream>& stream);
 
   // Forgets a destroyed stream, which has no work any more.
@@ -31,8 +31,8 @@ class Streams {
 
   std::vector<std::shared_ptr<Stream>> of_device(int device) const;
 
-  // What the next task of a stream waits for without being told to: one of the legacy stream for
-  // all blocking streams of its device, one of these for the legacy stream.
+  // The points that a stream's next task implicitly waits for: in the legacy stream those of its
+  // device's blocking streams, in a blocking stream the legacy stream's.
   std::vector<Point> implicit_waits(const Stream& stream) const;
 
  private:
@@ -47,7 +47,7 @@ class Streams {
 // The error of a call with a handle that Streams::find() does not know.
 cudaError_t refuse_stream(const char* name);
 
-// Waits for all work of a device, but for what is being captured.
+// Waits for all work of a device, except work that is being captured.
 void synchronize_device(int device);
 
 }  // namespace standin

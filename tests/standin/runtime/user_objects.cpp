@@ -1,4 +1,4 @@
-// User objects: what must live as long as a graph, with the function that destroys it.
+// User objects, which must live as long as a graph, with their destroying functions.
 //
 // References are counted under the scheduler's lock; the destroying function runs without it.
 #include "errors.h"

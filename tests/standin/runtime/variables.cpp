@@ -1,6 +1,5 @@
-// __device__ variables: each device has its own of each, which is zero when it is first asked for.
-//
-// That first time is the load of the variable's module, which a capture forbids.
+// __device__ variables: each device has its own copy of each, which is zero at first use.
+// The first use loads the variable's module, which a capture forbids.
 #include <cstring>
 #include <map>
 #include <mutex>

@@ -1,7 +1,7 @@
-// Work of streams: what a launch, a copy or a graph does once its turn has come.
+// Work of streams: the action of a launch, a copy or a graph, once its turn has come.
 //
-// Work is shared by the queues and graphs that hold it and is dropped with the last of them. It
-// must not call the runtime: CUDA does not permit that to host functions, which is what it is like.
+// Work is shared by the queues and graphs that hold it and is dropped with the last of them. Like
+// CUDA's host functions, it must not call the runtime.
 #pragma once
 
 #include <functional>
@@ -37,7 +37,7 @@ using WorkPointer = std::shared_ptr<const Work>;
 // Makes work of a function; the kind and the name must be literals.
 WorkPointer make_work(const char* kind, const char* name, std::function<void()> function);
 
-// Runs work of a device. What it throws fails the device; on one that has failed, nothing runs.
+// Runs work of a device. An exception fails the device; on a failed device nothing runs.
 void run_on_device(int device, const Work& work);
 
 // Refuses a call to the runtime by work that runs.

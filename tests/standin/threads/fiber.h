@@ -15,8 +15,9 @@
 #endif
 
 #if defined(__x86_64__)
-// void emulation_switch_stack(void** saved, void* next): pushes registers, stores the stack pointer,
-// takes the other one, pops registers and returns there. Weak: every translation unit has it.
+// void emulation_switch_stack(void** saved, void* next): pushes registers, stores the stack
+// pointer, takes the other one, pops registers and returns there. Weak: every translation unit has
+// it.
 asm(R"(
 .pushsection .text
 .weak emulation_switch_stack
