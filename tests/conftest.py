@@ -23,12 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--works",
         type=Path,
         metavar="FOLDER",
-        help="write what became of the tests marked 'works' to FOLDER/<torch version>.json",
+        help="write the outcomes of tests marked 'works' to FOLDER/<torch version>.json",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # What tests start is not to import syncbn of the current folder, which is the project's.
+    # Programs started by tests must not import syncbn from the current folder, the project's.
     os.environ["PYTHONSAFEPATH"] = "1"
     # Inductor otherwise keeps a process for each processor, here and in each rank.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -50,7 +50,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def why_no_cuda() -> str | None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a driver that is too old
+        warnings.simplefilter("ignore")  # about a driver that is too old
         if not torch.cuda.is_available():
             return "no CUDA device is here"
     if _extension.cuda_missing:
@@ -107,7 +107,7 @@ def any_world(request: pytest.FixtureRequest, ranks: Callable[..., Ranks]) -> Ra
 def anywhere(*world_sizes: int) -> list[object]:
     """Arguments of ``ranks``: over gloo on the CPU, and over gloo and NCCL on CUDA."""
     worlds = [(n, "gloo", "cpu") for n in world_sizes]
-    worlds += [(n, "gloo", "cuda") for n in world_sizes if n > 1]  # alone nothing is sent
+    worlds += [(n, "gloo", "cuda") for n in world_sizes if n > 1]  # one rank sends nothing
     worlds += [(n, "nccl", "cuda") for n in world_sizes]
     return [
         pytest.param(
@@ -147,6 +147,6 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> emulated.Library:
 
 @pytest.fixture(scope="session")
 def compiling_ranks() -> Iterator[Ranks]:
-    """Two ranks with the time that compilers take, for themselves and while the other one waits."""
+    """Two ranks with longer time limits: one compiles while the other one waits."""
     with Ranks(2, case_seconds=240, collective_seconds=120) as pool:
         yield pool

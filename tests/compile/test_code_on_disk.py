@@ -22,7 +22,7 @@ def step(layer):
 
 
 def test_code_is_found_again_and_computes_the_same():
-    layer = SyncBatchNorm(3)  # whose name and number are the same in the next run of a program
+    layer = SyncBatchNorm(3)  # has the same name and number in a program's next run
     # Compiling the headers before the code takes ten seconds.
     with fresh_cache(), config.patch(cpp_cache_precompile_headers=False):
         made, results = step(copy.deepcopy(layer))

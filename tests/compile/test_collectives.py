@@ -1,4 +1,4 @@
-"""The collectives of compiled layers: those of eager ones, in their order, and mixed with them."""
+"""Compiled layers run the same collectives as eager ones, in the same order, also beside these."""
 
 import copy
 import time
@@ -55,8 +55,8 @@ def all_reduces(model, x):
     ) as profile:
         step(model, x)
     carried = message_sizes(profile, "gloo:")
-    # A graph sends a message before it waits for the one before: two threads of gloo's then
-    # start them, in either order. An eager layer waits first.
+    # A graph sends a message before it waits for the previous one: two of gloo's threads then start
+    # them, in either order. An eager layer waits first.
     sent = message_sizes(profile, "_c10d_functional::all_reduce") or carried
     assert sorted(sent) == sorted(carried)
     return sent
@@ -64,33 +64,33 @@ def all_reduces(model, x):
 
 def collectives(rank, world_size, make):
     model = build(make)
-    fast = compiled(model, Backend("inductor"))  # which moves, merges and drops operators
+    fast = compiled(model, Backend("inductor"))  # moves, merges and drops operators
     x = batch(rank, (4, 3), 5, 0).requires_grad_()
     step(fast, x)
     return all_reduces(model, x), all_reduces(fast, x)
 
 
-def test_collectives_are_those_of_eager(compiling_ranks):
+def test_collectives_equal_those_of_eager_layers(compiling_ranks):
     for eager, fast in compiling_ranks.run(collectives, Residual):
         assert sorted(eager) == [14, 14, 16, 16, 16, 16]
         assert fast == eager
 
 
-def test_equal_inputs_are_summed_as_often_as_in_eager(compiling_ranks):
+def test_sums_of_equal_inputs_are_not_merged(compiling_ranks):
     """A compiler that merged them would leave the eager ranks waiting."""
     for eager, fast in compiling_ranks.run(collectives, Twins):
         assert eager == fast == [10, 10, 10, 10]
 
 
 def test_collectives_keep_their_order_and_none_is_dropped(compiling_ranks):
-    """Ranks of which only some compile would add up messages of other layers."""
+    """Otherwise, if only some ranks compile, messages of different layers would be added up."""
     for eager, fast in compiling_ranks.run(collectives, Branches):
         assert eager[:7] == [10, 12, 14, 16, 18, 20, 22]
         assert fast == eager
 
 
 def train_mixed(rank, world_size, how):
-    """Rank 0 eager; rank 1 compiled from the start, or later, or given up by the compiler."""
+    """Rank 0 is eager; rank 1 is compiled from the start, compiled later, or eager again."""
     backend = Backend("aot_eager")
     model = build(Residual)
     expected = copy.deepcopy(model)

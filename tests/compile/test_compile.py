@@ -51,7 +51,7 @@ def compare(rank, world_size, make, backend_name, pixels, batches):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_training_equals_eager_in_one_graph(compiling_ranks, backend):
-    """A new batch size compiles once more, with a variable in its place; a third one does not."""
+    """A second batch size compiles once more, with a dynamic size; a third one does not."""
     for graphs in compiling_ranks.run(compare, small, backend, 6, [(4,), (4,), (5,), (7,)]):
         assert graphs == [1, 1, 2, 2]
 
@@ -122,8 +122,8 @@ def test_evaluation_equals_eager_and_is_torchs_operator():
     assert not any("syncbn" in str(call) for call in calls)
 
 
-def test_evaluation_leaves_no_call_in_a_graph_that_torchs_layer_would_not_leave():
-    """Inductor's pass for convolutions before a frozen layer looks for one user of each."""
+def test_evaluation_adds_no_call_to_the_graph_of_torchs_layer():
+    """Inductor fuses a convolution with a frozen layer only if the convolution has one user."""
 
     def calls(model):
         torch._dynamo.reset()
@@ -174,7 +174,7 @@ def test_arithmetic_is_that_of_the_operators(dtype, layout):
         results.append((y.detach(), *torch.autograd.grad(y, leaf, grad_output)))
     for a, b in zip(*results, strict=True):
         assert a.stride() == b.stride() == x.stride()
-        # The same operations, but that the operators' compiler may contract a product and a sum:
+        # The same operations, except that the operators' compiler may contract a product and a sum:
         # a rounding or two of values below 8.
         tolerance = 8 * torch.finfo(dtype).eps
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
@@ -211,7 +211,7 @@ def compare_around_ddp(rank, world_size):
 
 @pytest.mark.works("torch.compile(DistributedDataParallel(model))")
 def test_around_ddp(compiling_ranks):
-    """DDP itself breaks the graph, for any model; what it wraps is one graph."""
+    """DDP itself breaks the graph of any model; the wrapped model is one graph."""
     assert compiling_ranks.run(compare_around_ddp) == [1, 1]
 
 
@@ -256,13 +256,13 @@ def count_the_sums(rank, world_size, budget):
 
 @pytest.mark.parametrize("budget", [0.0, 0.5])
 def test_partitions_by_a_memory_budget(compiling_ranks, budget):
-    """A budget of 0 keeps the inputs alone: everything else is computed, and sent, again."""
+    """A budget of 0 keeps only the inputs: everything else is computed, and sent, again."""
     expected = 6 if budget == 0 else 4
     assert compiling_ranks.run(count_the_sums, budget) == [expected] * 2
 
 
 def whole_dynamic(layer, compile):
-    """Every size and number of the program is variable from the start."""
+    """Every size and number of the program is dynamic from the start."""
     model = Scaled(layer)
     run = compile(model, dynamic=True)
     for batch_size in (4, 6):
@@ -315,7 +315,7 @@ KEEPS_NUMBERS = pytest.mark.skipif(
     ],
 )
 def test_variable_numbers_break_no_graph(program):
-    """And compile no more often than torch's layer does."""
+    """They also compile no more often than with torch's layer."""
 
     def outputs_and_graphs(layer):
         backend = Backend("aot_eager")
@@ -352,7 +352,7 @@ def compile_whole(model, backend):
 
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.BatchNorm1d, nn.SyncBatchNorm])
 @pytest.mark.parametrize("compiled", [compile_itself, compile_wrapped, compile_whole])
-def test_layers_that_were_compiled_before_are_compiled_again(compiled, cls):
+def test_layers_compiled_before_are_compiled_again(compiled, cls):
     layer, x = cls(3), torch.rand(2, 3, 4, *[4] * (cls is not nn.BatchNorm1d))
     model = nn.Sequential(nn.ReLU(), layer)
     convert_sync_batchnorm(model)

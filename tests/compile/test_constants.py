@@ -1,4 +1,4 @@
-"""Values that tracing takes for constants: a graph is compiled again where they have changed."""
+"""Values that tracing takes for constants: a graph is compiled again if they change."""
 
 import contextlib
 
@@ -44,7 +44,7 @@ def normalize(x):
 
 
 @pytest.mark.parametrize("make", [lambda: SyncBatchNorm(4), lambda: normalize])
-def test_a_default_group_that_appears_grows_or_goes(make):
+def test_a_default_group_that_is_created_resized_or_destroyed(make):
     recorder, x = Recorder(), torch.rand(6, 4)
     run = torch.compile(make(), backend=recorder, fullgraph=True)
     run(x)
@@ -81,7 +81,7 @@ def test_another_group_of_a_layer_or_of_a_call():
         assert recorder.names == names * 2 and recorder.graphs == 4
 
 
-def test_a_graph_refuses_a_group_that_was_destroyed_since():
+def test_a_graph_refuses_a_destroyed_group():
     with world_of(2):
         group = dist.new_group([0, 1])
         layer = SyncBatchNorm(4, process_group=group)

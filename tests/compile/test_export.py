@@ -26,7 +26,7 @@ def assert_fused(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-# torch's own: 2.11 copies its tree specifications through a deprecated class.
+# torch's own warning: 2.11 copies its tree specifications through a deprecated class.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.works("torch.export in evaluation: plain batch norm")
 @pytest.mark.parametrize("strict", [False, True])
@@ -39,7 +39,7 @@ def test_exported_program_has_torchs_batch_norm(strict):
     assert torch.equal(program.module()(batch()), model(batch()))
 
 
-# torch's own: as above, and what the exporter of 2.11 calls.
+# torch's own warnings: as above, and of functions that the exporter of 2.11 calls.
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 @pytest.mark.works("torch.onnx.export(dynamo=True) in evaluation: BatchNormalization")
 def test_onnx_has_batch_normalization():
@@ -93,12 +93,12 @@ def test_fx_fuses_after_revert():
     kinds = [type(module) for module in fused.modules()]
     assert kinds.count(nn.BatchNorm2d) == 1 and kinds.count(nn.Conv2d) == 1
     assert_fused(fused(batch()), expected)
-    # and leaves layers alone that were not reverted
+    # layers that were not reverted stay unchanged
     model = build()
     assert_fused(optimization.fuse(model)(batch()), expected)
 
 
-# torch's own: scripting and tracing are deprecated.
+# torch's own warning: scripting and tracing are deprecated.
 scripting = pytest.mark.filterwarnings("ignore:`torch.jit")
 
 
@@ -118,9 +118,9 @@ class Doubled(SyncBatchNorm):
 
 
 @scripting
-@pytest.mark.parametrize("training", [False, True])  # what is scripted can be set to train()
+@pytest.mark.parametrize("training", [False, True])  # a scripted module can be set to train()
 @pytest.mark.parametrize("layer", [SyncBatchNorm, Doubled])
-def test_script_says_what_to_do_instead(layer, training):
+def test_script_is_an_error_that_says_what_to_do(layer, training):
     words = "TorchScript cannot hold a SyncBatchNorm layer; call syncbn.revert_sync_batchnorm first"
     for model in (layer(3), nn.Sequential(nn.ReLU(), nn.Sequential(layer(3)))):
         with pytest.raises(NotImplementedError, match=rf"^{words}$"):

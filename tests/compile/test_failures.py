@@ -1,4 +1,4 @@
-"""Failures of compiled layers: the words of eager ones, on all ranks, also with fullgraph=True."""
+"""Failures of compiled layers: the errors of eager ones, on all ranks, also with fullgraph=True."""
 
 import copy
 import os
@@ -26,11 +26,11 @@ def fail_on_one_rank(rank, world_size):
     for step_number in range(2):
         x = torch.rand(4, 3, 5)
         if step_number == 1 and rank == 0:
-            model[1](x)  # which has three channels and not five
+            model[1](x)  # the input has three channels, not five
         fast(x)
 
 
-def test_compiled_rank_hears_of_an_eager_ranks_bad_input(compiling_ranks):
+def test_bad_input_to_an_eager_rank_fails_the_compiled_one(compiling_ranks):
     bad, other = compiling_ranks.outcomes(fail_on_one_rank)
     assert bad.kind == "ValueError" and "[layer " in bad.message
     assert other.kind == "RuntimeError"
@@ -45,7 +45,7 @@ def test_bad_input_to_a_compiled_layer_is_named():
 
 
 def fail_in_one_graph(rank, world_size, bad):
-    """All ranks are compiled; what rank 1 gets is bad from the first step or from the second on."""
+    """All ranks are compiled; rank 1 gets bad input from the first or the second step on."""
     model = convert_sync_batchnorm(nn.Sequential(nn.Identity(), nn.BatchNorm1d(3)))
     fast = compiled(model)
     if bad != "at first":
@@ -54,7 +54,7 @@ def fail_in_one_graph(rank, world_size, bad):
 
 
 @pytest.mark.parametrize("bad", ["at first", "later"])
-def test_bad_input_to_one_compiled_rank_fails_all_in_words(compiling_ranks, bad):
+def test_bad_input_to_one_compiled_rank_is_an_error_on_all(compiling_ranks, bad):
     other, failed = compiling_ranks.outcomes(fail_in_one_graph, bad)
     assert failed.kind == "ValueError"
     assert "expected input to have 3 channels (num_features), but got 4" in failed.message
@@ -72,7 +72,7 @@ MISFITS = {
 }
 
 
-def test_arguments_that_no_graph_can_write_fail_as_in_eager_mode():
+def test_unwritable_arguments_fail_as_in_eager_mode():
     layer = compiled(SyncBatchNorm(3))
     with pytest.raises(ValueError, match=r"got input size torch.Size\(\[1, 3, 1\]\)"):
         layer(torch.rand(1, 3, 1))
@@ -102,7 +102,7 @@ def disagree_in_one_graph(rank, world_size):
     compiled(model)(torch.rand(4, 3 + rank, 5))
 
 
-def test_compiled_ranks_with_different_channels_fail_in_words(compiling_ranks):
+def test_compiled_ranks_with_different_channels_raise(compiling_ranks):
     outcomes = compiling_ranks.outcomes(disagree_in_one_graph)
     kinds = sorted(outcome.kind for outcome in outcomes)
     assert kinds == ["RuntimeError", "ValueError"]
@@ -125,7 +125,7 @@ def die_in_one_graph(rank, world_size, direction):
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_compiled_rank_says_in_words_that_another_died(direction):
+def test_compiled_rank_raises_if_another_dies(direction):
     with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
         survivor, dead = ranks.outcomes(die_in_one_graph, direction)
     assert dead.kind == "died" and dead.message == "exit code 3"
@@ -157,7 +157,7 @@ def test_tensor_on_meta(compiling_ranks, on_meta):
 
 
 @pytest.mark.parametrize("bad", [None, 3.0, "text", [1.0], np.zeros((2, 3))])
-def test_input_that_fits_into_no_graph(bad):
+def test_input_that_no_graph_takes(bad):
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3)))
     torch._dynamo.reset()
     words = rf"expected input to be a torch\.Tensor, but got {type(bad).__name__}"
@@ -220,7 +220,7 @@ def train_with_numbers_of_numpy(rank, world_size):
     return layer.running_mean.tolist()
 
 
-def test_ranks_with_a_number_that_fits_into_no_graph(compiling_ranks):
+def test_ranks_with_a_number_that_no_graph_takes(compiling_ranks):
     for mean in compiling_ranks.run(train_with_numbers_of_numpy):
         assert mean == pytest.approx([0.05] * 3)
 
@@ -271,7 +271,7 @@ def test_group_without_a_name_runs_uncompiled():
     assert torch.equal(model.running_mean, eager.running_mean)
     with pytest.raises(RuntimeError, match="its process group has no name"):
         compiled(model)(x)
-    torch.export.export(model, (x,), strict=False)  # as what runs in this process alone
+    torch.export.export(model, (x,), strict=False)  # like a layer without other ranks
     model.process_group = None
     torch.testing.assert_close(compiled(model)(x), eager(x))
 

@@ -42,7 +42,7 @@ def test_compiled_layer_refuses_a_residual_that_does_not_fit():
 
 
 class Block(nn.Module):
-    """Every kind of fused place, with the Sequential's and timm's behind it."""
+    """Every kind of fused place, followed by a Sequential's and timm's."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ def train_block(x, addend, backend):
     return [y.detach(), x.grad, evaluated, *gradients, *block.buffers()]
 
 
-# A residual, a broadcast bias and a number: Dynamo alone knows them apart.
+# A residual, a broadcast bias and a number: only Dynamo distinguishes them.
 @pytest.mark.parametrize(
     ("shape", "backend"),
     [

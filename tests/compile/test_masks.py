@@ -64,7 +64,7 @@ def run_in_a_group(rank, world_size, is_compiled):
     mask = make_mask(x)
     own, of_own = spoiled(x, mask).chunk(world_size)[rank], mask.chunk(world_size)[rank]
     layer = SyncBatchNorm(3, dtype=torch.float64)
-    # One rank is compiled and the other is not: they meet all the same.
+    # One rank is compiled and the other is not: they still meet.
     call = torch.compile(layer, fullgraph=True) if is_compiled[rank] else layer
     own.requires_grad_()
     y = call(own, mask=of_own)
@@ -97,7 +97,7 @@ class Net(nn.Module):
         return self.norm(x, mask=mask)
 
 
-# torch's own: strict export runs code that is deprecated.
+# torch's own warning: strict export runs deprecated code.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("training", [True, False])
 def test_exported_layer_computes_the_same(training):
@@ -115,7 +115,7 @@ def test_exported_layer_computes_the_same(training):
     torch.testing.assert_close(dict(exported.named_buffers()), dict(net.named_buffers()))
 
 
-def test_make_fx_records_what_can_be_differentiated():
+def test_make_fx_records_a_differentiable_graph():
     x = make_input((4, 3, 7), "contiguous", torch.float64)
     mask = make_mask(x)
 
@@ -129,7 +129,7 @@ def test_make_fx_records_what_can_be_differentiated():
 
 
 def test_recorded_half_module_updates_its_statistics():
-    """Which are float16, as the input, beside float64 sums."""
+    """The statistics are float16 like the input; the sums are float64."""
     layer = SyncBatchNorm(3).half()
     x, mask = torch.randn(4, 3, 5).half(), torch.rand(4, 5) > 0.3
     eager = copy.deepcopy(layer)

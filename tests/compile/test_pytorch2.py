@@ -1,4 +1,4 @@
-"""docs/pytorch2.md: the programs where PyTorch stands in the way do what is written under them."""
+"""docs/pytorch2.md: the programs that PyTorch limits end as the document says."""
 
 import re
 import runpy
@@ -26,7 +26,7 @@ def run(rank, world_size, path):
 
 @pytest.mark.parametrize("heading", PROGRAMS)
 def test_program_ends_as_it_says(tmp_path, heading):
-    """As printed, in a process of its own, which has only imported torch and syncbn."""
+    """The program runs as printed, in a process that has only imported torch and syncbn."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAMS[heading])
     with Ranks(1, case_seconds=240) as ranks:

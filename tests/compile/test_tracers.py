@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from syncbn import SyncBatchNorm
 
 pytestmark = [
-    # torch's own: 2.11 copies its tree specifications through a deprecated class.
+    # torch's own warning: 2.11 copies its tree specifications through a deprecated class.
     pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning"),
-    # A strict export in a group tells that the protocol between ranks has noted the pass.
+    # In a group, strict export warns that a pass has recorded itself in the group's state.
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects"),
 ]
 
@@ -46,7 +46,7 @@ def dynamo_export(model, x):
 
 def real_make_fx(model, x, **options):
     state = copy.deepcopy(model.state_dict())
-    graph = make_fx(model, **options)(x)  # which runs the layer
+    graph = make_fx(model, **options)(x)  # runs the layer
     model.load_state_dict(state)
     return graph, model
 
@@ -123,7 +123,7 @@ def step(run, owner, x):
     grads = torch.autograd.grad(y.pow(3).sum(), [x, *parameters.values()])
     state = {f"{name} grad": g for name, g in zip(["x", *parameters], grads, strict=True)}
     state.update((name, buffer.clone()) for name, buffer in owner.named_buffers())
-    # A pipeline puts its stages before the names.
+    # A pipeline prefixes the names with its stages.
     return {"output": y.detach(), **{re.sub(r"submod_pp_\d\.", "", n): t for n, t in state.items()}}
 
 
@@ -136,7 +136,7 @@ def compare(rank, world_size, trace, options):
         actual = step(run, owner, x)
         assert actual.keys() == expected.keys()
         for name in expected:
-            # float64; torch's own operator alone, another order of sums
+            # float64; in one process torch's own operator, with another order of sums
             torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
@@ -185,7 +185,7 @@ def test_compiled_autograd():
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-12)
 
 
-def test_exported_graph_of_a_lone_process_holds_torchs_operator():
+def test_exported_graph_of_one_process_holds_torchs_operator():
     graph, _ = export(build(), batch(0))
     calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
     assert "aten.batch_norm.default" in calls
@@ -217,7 +217,7 @@ def save_and_load(rank, world_size, folder):
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-# torch's own: it reads the file into bytes.
+# torch's own warning: it reads the file into bytes.
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_exported_graph_of_a_group_can_be_saved(compiling_ranks, tmp_path):
     compiling_ranks.run(save_and_load, str(tmp_path))
@@ -255,7 +255,7 @@ def export_under_join(rank, world_size):
         model(torch.rand(4, 3).double())
 
 
-def test_exported_graph_knows_join(compiling_ranks):
+def test_exported_graph_refuses_join(compiling_ranks):
     for failed in compiling_ranks.outcomes(export_under_join):
         assert failed.kind == "NotImplementedError"
         assert "DistributedDataParallel.join()" in failed.message

@@ -1,7 +1,7 @@
-"""Which counters a launch gets: csrc/cuda/counters.cu by itself.
+"""The counters that a launch gets: csrc/cuda/counters.cu without the operators.
 
-Launches that overlap and share counters give wrong sums now and then: only on a GPU, and there only
-where their blocks end in a certain order.
+Overlapping launches that share counters occasionally give wrong sums: only on a GPU, and only if
+their blocks end in a certain order.
 """
 
 import ctypes
@@ -24,7 +24,7 @@ def take(tmp_path_factory):
     """``take(stream, number)``: the bytes of the counters of a launch."""
     nvcc = cuda.find("bin/nvcc")
     if nvcc is None:
-        pytest.skip("no nvcc is here")
+        pytest.skip("nvcc was not found")
     torch.cuda.init()
     library = tmp_path_factory.mktemp("counters") / "counters.so"
     options = ["-std=c++17", "-shared", "-cudart=shared", "-Xcompiler=-fPIC"]

@@ -1,4 +1,4 @@
-"""A launch that fails, after which the device works on: on the stand-in only."""
+"""A launch fails, and the device stays usable: on the stand-in only."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from syncbn import SyncBatchNorm
 
 pytestmark = [
     pytest.mark.cuda,
-    pytest.mark.skipif(not IS_STANDIN, reason="a GPU refuses no launch when it is told to"),
+    pytest.mark.skipif(not IS_STANDIN, reason="a launch on a GPU cannot be made to fail"),
 ]
 
 

@@ -33,7 +33,7 @@ cuda.main(*sys.argv[1:])
 """
 
 
-# Imports nothing that gpu-check does not ask for: sitecustomize.py, with the names to hide.
+# A sitecustomize.py that hides the packages that gpu-check does not require.
 HIDING = """
 import sys
 from importlib.machinery import PathFinder
@@ -48,7 +48,7 @@ sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
 
 
 def modules_to_hide():
-    """The modules of packages that tests need and gpu-check does without."""
+    """The modules of packages that tests need and gpu-check does not."""
     groups = tomllib.loads((ROOT / "pyproject.toml").read_text())["dependency-groups"]
     wanted = {Requirement(line).name for name in ("docs", "test") for line in groups[name]}
     wanted -= {"numpy", "pytest"}
@@ -64,7 +64,7 @@ def inline(monkeypatch):
 
 @pytest.fixture
 def small_stages(tmp_path, monkeypatch):
-    """Shapes that a CPU has time for; the tests are collected, `make standin` runs them."""
+    """Small shapes for a CPU; the tests are only collected, and `make standin` runs them."""
     stages = gpu_check.stages
 
     def small(output):

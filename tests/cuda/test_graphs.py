@@ -23,7 +23,7 @@ pytestmark = [
 def capture(call):
     """Return a graph of ``call()``, and the results, which each replay overwrites.
 
-    The call has run before, on a stream of its own, so that nothing is set up in the capture.
+    The call runs once before, on its own stream, so that the capture sets nothing up.
     """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -122,7 +122,7 @@ def test_graphs_that_replay_at_once_do_not_disturb_each_other(shape):
     streams = [torch.cuda.Stream() for _ in graphs]
     for stream in streams:
         with torch.cuda.stream(stream):
-            # While the GPU sleeps an allocation from the system would wait for it.
+            # An allocation from the system would wait for the sleeping GPU.
             del [graphs[0][1].clone() for _ in range(50)][:]
             torch.cuda._sleep(
                 50_000_000

@@ -1,4 +1,4 @@
-"""The benchmark of host time runs, and the counts in it. Its times are not judged here."""
+"""The benchmark of host time runs, and its counts are right. Its times are not judged here."""
 
 import re
 

@@ -57,7 +57,7 @@ def test_at_most_three_kernels_each_way_and_nothing_else(shape, layout, dtype, o
 
 
 @pytest.mark.cuda
-def test_the_counting_itself():
+def test_counting_finds_kernels_copies_and_waits():
     x = torch.rand(1000, device="cuda")
     y = torch.empty(1000, device="cuda")
 
@@ -107,7 +107,7 @@ def test_training_on_a_side_stream(shape):
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)  # about 30 ms
         with torch.no_grad():
-            late.copy_(x)  # whoever runs ahead of this stream sees the zeros
+            late.copy_(x)  # a kernel on another stream sees the zeros
         forward()
         backward()
     side.synchronize()
@@ -141,8 +141,8 @@ def test_autocast_has_the_dtypes_of_batch_norm(each_device, dtype):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)  # of the same 16-bit input
 
 
-def test_step_that_the_scaler_skips(each_device):
-    """Gradients that overflow cost the step and nothing else; the forward pass was finite."""
+def test_step_skipped_by_the_scaler(each_device):
+    """Overflowing gradients only skip the step; the forward pass was finite."""
     torch.manual_seed(0)
     model = convert_sync_batchnorm(
         nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))

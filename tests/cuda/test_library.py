@@ -136,7 +136,7 @@ def test_no_visible_gpu_leaves_the_cpu():
     ],
 )
 @built
-def test_torch_without_cuda_loads_the_cpu_operators_and_says_so(prepare, words):
+def test_torch_without_cuda_loads_the_cpu_operators_and_reports_it(prepare, words):
     script = (
         f"import torch\n{prepare}\n"
         "import syncbn\n"
@@ -216,7 +216,7 @@ def test_cuda_that_cannot_be_built(tmp_path, nvcc, words):
         ([(8, 0), (12, 1)], "7.5 8.0+PTX 9.0; built"),  # this nvcc knows no 12.1
     ],
 )
-def test_build_is_for_the_gpus_that_are_here(tmp_path, here, built_for):
+def test_build_is_for_this_machines_gpus(tmp_path, here, built_for):
     known = ";".join(f"echo compute_{number}" for number in (75, 80, 90))
     version = f"echo release {torch.version.cuda}; {known}"
     prepare = (
@@ -238,8 +238,8 @@ def test_build_is_for_the_gpus_that_are_here(tmp_path, here, built_for):
 
 
 @pytest.mark.any_torch
-def test_build_is_for_all_gpus_where_cuda_does_not_start(tmp_path):
-    """As under a driver that is too old: NVML counts GPUs, and each question to CUDA raises."""
+def test_build_is_for_all_gpus_if_cuda_does_not_start(tmp_path):
+    """As under a driver that is too old: NVML counts GPUs, but each CUDA call raises."""
     version = f"echo release {torch.version.cuda}; echo compute_80; echo compute_90"
     prepare = (
         "def refuse(device): raise RuntimeError('the driver is too old\\nUpdate it')\n"

@@ -1,6 +1,6 @@
 """The CUDA operators against the CPU's, and features without a counterpart there.
 
-That they agree with float64, and opcheck, is tested where the CPU operators are.
+Agreement with float64 and opcheck are tested together with the CPU operators.
 """
 
 import pytest
@@ -146,7 +146,7 @@ def error_bounds(x, dy, dtype, expected):
     ("shape", "layout"), [(shape, layout) for shape in SPLIT_SHAPES for layout in layouts(shape)]
 )
 @pytest.mark.parametrize("name", OPS)
-def test_same_bits_whatever_runs_beside(name, shape, layout, dtype):
+def test_same_bits_while_other_kernels_run(name, shape, layout, dtype):
     x = make_input(shape, layout, dtype)
     results = []
     other = torch.cuda.Stream()
@@ -208,14 +208,14 @@ def test_streams_at_once_do_not_disturb_each_other(name, shape, layout):
 @pytest.mark.parametrize("name", OPS)
 def test_device_that_is_not_current(name):
     if torch.cuda.device_count() < 2:
-        pytest.skip("one CUDA device is here, and this test needs two")
+        pytest.skip("this test needs two CUDA devices")
     x = make_input((16, 8, 32, 32), "contiguous", torch.float32)
     expected = run(name, arguments(name, x))
     results = run(name, arguments(name, x.to("cuda:1")))
     assert torch.cuda.current_device() == 0
     for a, b in zip(results, expected, strict=True):
         assert a.device == torch.device("cuda:1")
-        # Another model of GPU may split the sums in another way: float rounding.
+        # Another model of GPU may split the sums differently: float rounding.
         torch.testing.assert_close(a.to("cuda:0"), b, rtol=1e-5, atol=1e-5)
 
 

@@ -72,7 +72,7 @@ def test_correct_kernel_passes(kernel, build, order, request):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_ends_the_launch_with_words(plain, fault, order):
+def test_fault_ends_the_launch_with_a_message(plain, fault, order):
     done = outcome(plain, fault, order)
     assert done.returncode == 1 and done.stdout == ""
     assert re.fullmatch(rf"block \(\d, 0, 0\): .*{FAULTS[fault]}\n", done.stderr), done.stderr

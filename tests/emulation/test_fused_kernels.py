@@ -119,7 +119,7 @@ def check(library, operands, activation):
     for multiprocessors in MULTIPROCESSORS:
         device = Device(library, multiprocessors, "shuffled")
         plan = device.plan(operands.x, operands.dy)
-        if plan not in plans:  # a small tensor is split the same way everywhere
+        if plan not in plans:  # a small tensor is split the same way on every device
             plans.append(plan)
             results = run_kernels(device, operands, activation)
             # A gradient has eight: of z, the sigmoid (3), the derivative (3), the product.
@@ -199,7 +199,7 @@ def test_constants_are_those_of_the_normalization(library, shape, dtype):
 @fused
 @pytest.mark.parametrize("shape", [(0, 3), (0, 3, 4, 4)], ids=str)
 def test_empty_batch(library, shape, activation, with_residual):
-    """Sums are zero; nobody reads the constants, and the count is the other ranks'."""
+    """Sums are zero; the constants are not read, and the count is the other ranks'."""
     operands = make_operands(shape, "contiguous", torch.float32, with_residual=with_residual)
     results = run_kernels(Device(library, 8, "shuffled"), operands, activation)
     for name, result in zip(NAMES, results, strict=False):

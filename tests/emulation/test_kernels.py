@@ -42,8 +42,8 @@ def device(library):
 def sum_tolerance(dtype, terms, plan, in_chunks):
     """Bound the error of sums per channel by half an eps of the sum of magnitudes per rounding.
 
-    A value is subtracted from, multiplied and goes through the sum of a vector, that of its
-    thread's vectors, and of threads by pairs. In chunks, vectors are added up to a mean and then
+    A value passes through a subtraction, a product, the sum of its vector, the sum of its thread's
+    vectors, and pairwise sums of threads. In chunks, vectors are added up to a mean and then
     deviations from it, and chunks are merged: a merge of two means or variances is five roundings.
     Blocks are added up in float64.
     """
@@ -127,7 +127,7 @@ def check_backward_reduce(library, x, dy):
 def check_backward_apply(library, x, dy):
     mean, var = reference_moments(x)
     invstd, weight = (var + EPS).rsqrt(), channel_values(x, 3)
-    # Any sums and count do for the formula: those of a larger group.
+    # The formula holds for any sums and count, such as those of a larger group.
     sums = 5 * torch.cat([channel_values(x, 4), channel_values(x, 5)]).double()
     count = torch.tensor([2.0 * x.numel() / x.size(1)]).double()
     xhat = (x.double() - per_channel(mean, x)) * per_channel(invstd, x)

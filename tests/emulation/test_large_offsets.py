@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.emulated import Device, Epilogue, EpilogueGradient, Tail, Verifier, channel_vector
 
-# An offset that wraps around leads to zeros here, and not out of the process.
+# An offset that wraps around reads zeros here, and does not crash.
 BEHIND = 2**32
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which mmap has from Python 3.13 on
 PLANES = [
@@ -25,7 +25,7 @@ def zeros(shape):
 
 
 def operand(shape, seed):
-    """Return a tensor of zeros with random values in its last channel, and these."""
+    """Return a tensor of zeros with random values in its last channel, and these values."""
     x = zeros(shape)
     values = x[:, -1]
     values.copy_(torch.randn(values.shape, generator=torch.Generator().manual_seed(seed)))

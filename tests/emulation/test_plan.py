@@ -41,7 +41,7 @@ DECISIONS = {
         {"block_x": 64, "block_y": 4, "tiles": 256, "splits": 1},
     ),
     "tiny planes are columns": (((256, 64, 2, 2), "contiguous", torch.float32), {"matrix": 1}),
-    "small planes of whole vectors are not": (
+    "small planes of whole vectors stay planes": (
         ((256, 64, 4, 4), "contiguous", torch.float32),
         {"matrix": 0, "aligned": 1},
     ),
@@ -76,7 +76,7 @@ def test_huge_tensors_keep_to_the_limits_of_a_grid(library, shape, dtype, multip
     plan = Device(library, multiprocessors, "forward").plan(x)
     assert plan["tiles"] < 2**31 and plan["splits"] < 2**16
     assert plan["block_x"] * plan["block_y"] <= 256
-    # A float counts them exactly: of a column of a matrix, or of a channel.
+    # A float counts the values of a matrix's column, or of a channel, exactly.
     assert plan["segment"] * (1 if plan["matrix"] else plan["vector"]) <= 2**24
     assert plan["segment"] * plan["values"] * plan["splits"] >= x.numel() / x.size(1)
 

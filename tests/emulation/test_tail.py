@@ -11,7 +11,7 @@ SHAPES = [(5, 3), (40, 300), (2, 3, 101, 103), (0, 3)]  # whole and split over b
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_tail_stands_behind_the_same_sums(library, shape):
+def test_tail_follows_the_same_sums(library, shape):
     x = make_input(shape, "contiguous", torch.float32)
     dy = make_input(shape, "contiguous", torch.float32, seed=1)
     channels = shape[1]
@@ -53,7 +53,7 @@ def verified(device, what, momentum, status):
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("what", ["sound", "aborted", "different"])
-def test_pass_that_is_not_sound_gives_nan_and_changes_nothing(library, what, momentum):
+def test_inconsistent_pass_gives_nan_and_changes_nothing(library, what, momentum):
     device = Device(library, 8, "shuffled")
     status = torch.zeros(1).double()
     output, grad, (mean, _, tracked) = verified(device, what, momentum, status)
@@ -69,7 +69,7 @@ def test_first_status_stays(library):
     assert status.item() == -5
 
 
-def test_no_status_is_asked_for(library):
+def test_status_is_optional(library):
     output, *_ = verified(Device(library, 8, "forward"), "different", 0.1, None)
     assert output.isnan().all()
 

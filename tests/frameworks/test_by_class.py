@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
-# What these packages import is scripted, which torch deprecates.
+# These packages import scripted code, which torch deprecates.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit"),
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -93,7 +93,7 @@ def test_timm_freezes(freeze):
     converted = freeze(convert_sync_batchnorm(copy.deepcopy(plain)))
     plain = freeze(plain)
     assert type(converted[1]) is type(plain[1]) and "Frozen" in type(plain[1]).__name__
-    assert isinstance(converted[4], SyncBatchNorm)  # timm freezes images' alone
+    assert isinstance(converted[4], SyncBatchNorm)  # timm freezes only layers of images
     trained = [p.requires_grad for p in plain.parameters()]
     assert [p.requires_grad for p in converted.parameters()] == trained
     for x in batches():
@@ -158,7 +158,7 @@ def train_quantized(rank, world_size, is_share):
 
 
 @pytest.mark.works("quantization-aware training: `prepare_qat`, then conversion")
-# torch's own deprecations of its quantization.
+# torch's own warning: its quantization is deprecated.
 @pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*quantization:DeprecationWarning")

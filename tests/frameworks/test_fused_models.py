@@ -15,8 +15,9 @@ from syncbn import (
     revert_sync_batchnorm,
 )
 
-# How many layers have an activation, how many of those add a residual, and all. In ResNets those of
-# the shortcuts are left, because the other addend is fused; MobileNetV3 also has Hardswish.
+# Numbers of layers fused with an activation, of these with a residual, and of all layers. In
+# ResNets the layers of shortcuts stay, because the other addend is fused; MobileNetV3 also has
+# Hardswish.
 MODELS = {
     "torchvision.resnet18": (17, 8, 20),
     "torchvision.mobilenet_v3_large": (11, 0, 46),
@@ -59,14 +60,14 @@ def test_models(name):
     assert_same(original, reverted, images())
 
 
-def test_what_is_left_in_a_resnet():
+def test_unfused_layers_of_a_resnet():
     report = explain_fusion(convert_sync_batchnorm(build("torchvision.resnet50")))
     assert ("layer1.0.bn3", "relu", True) in report.fused
     places = [f"layer{i}.0.downsample.1" for i in (1, 2, 3, 4)]
     assert report.left == [(name, "is added to another layer, which is fused") for name in places]
 
 
-def test_what_is_left_in_mobilenets():
+def test_unfused_layers_of_mobilenets():
     report = explain_fusion(convert_sync_batchnorm(build("torchvision.mobilenet_v3_large")))
     reasons = {layer.reason for layer in report.left}
     assert reasons == {
@@ -115,8 +116,8 @@ def test_two_ranks_train_as_the_whole_batch(two_ranks, name):
     model = build(name)
     if name.startswith("timm"):
         for module in model.modules():
-            assert getattr(module, "drop_prob", 0.0) == 0.0  # which ranks would draw otherwise
-    train(model, images(64))  # of smaller ones little is left to take a variance of
+            assert getattr(module, "drop_prob", 0.0) == 0.0  # else ranks would draw differently
+    train(model, images(64))  # smaller ones leave too few values for a variance
     expected = model.state_dict()
     for state in two_ranks.run(train_share, name):
         assert [*state] == [*expected]

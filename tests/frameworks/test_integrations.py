@@ -36,7 +36,7 @@ def test_every_block_of_the_document_is_run_below():
 
 
 def profile_by_class(model, inputs, custom_ops):
-    """As thop's: by exact class, a rule is a hook; a layer without one counts for nothing."""
+    """Like thop: rules by exact class, run as hooks; a layer without a rule counts nothing."""
 
     def count(layer, inputs, output):
         layer.total_ops += custom_ops[type(layer)](layer, inputs, output)
@@ -64,26 +64,26 @@ def test_rule_for_a_counter_of_operations():
 
 
 def run_lines(code, **names):
-    """Run the document's lines where ``names`` are known; return all that are known after."""
+    """Run the document's lines with ``names`` defined; return all names defined afterwards."""
     exec(compile(code, f"<{DOCUMENT.name}>", "exec"), names)
     return names
 
 
-# Frameworks and torch on their behalf; we do not.
+# Frameworks may warn; syncbn must not.
 others_warn = pytest.mark.filterwarnings("ignore", "error:.*(syncbn|SyncBatchNorm)")
 
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """Processes of their own, because frameworks leave things behind."""
-    # Importing a framework takes its time on a loaded machine.
+    """Separate processes, because frameworks change global state."""
+    # Importing a framework is slow on a loaded machine.
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
     with Ranks(2, env=env, case_seconds=150) as ranks:
         yield ranks
 
 
 def tell_rank(rank):
-    """As torchrun does."""
+    """Set the rank's environment variables, as torchrun does."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
 
 
@@ -204,7 +204,7 @@ def train_with_transformers(rank, world_size, code, folder):
         folder,
         use_cpu=True,
         ddp_backend="gloo",
-        # One step of all images, for the Trainer shuffles them.
+        # One step of all images, because the Trainer shuffles them.
         per_device_train_batch_size=4,
         max_steps=1,
         lr_scheduler_type="constant",
@@ -312,8 +312,8 @@ def train_with_mmengine(rank, world_size, code, folder, by_config):
 @pytest.mark.works("MMEngine: `Runner` with a model, and from a config, in place of `sync_bn`")
 @pytest.mark.parametrize("by_config", [False, True], ids=["model", "config"])
 def test_mmengine(two_ranks, whole_batch, tmp_path, by_config):
-    # MMEngine imports it, and who imports it first writes its caches: of two ranks that do so at
-    # once, one may read the other's half of a file.
+    # MMEngine imports yapf, whose first import writes caches: of two ranks that import it at once,
+    # one may read a half-written file.
     import yapf  # noqa: F401
 
     code = lines("MMEngine")[by_config]
@@ -322,13 +322,13 @@ def test_mmengine(two_ranks, whole_batch, tmp_path, by_config):
 
 
 def train_with_lines(rank, world_size, heading):
-    """Train what the lines under a heading make of the model or of its builder."""
+    """Train the model after the lines under a heading have changed it or its builder."""
 
     class DetectionTrainer:
         def get_model(self, cfg=None, weights=None, verbose=True):
             return network()
 
-    # Ultralytics, as far as the lines go.
+    # The part of Ultralytics that the lines use.
     detect = types.ModuleType("ultralytics.models.yolo.detect")
     detect.DetectionTrainer = DetectionTrainer
     names = {"model": network(), "build_model": lambda config: network(), "config": {}}
@@ -379,10 +379,10 @@ def mmengines_switch():
     return convert_sync_batchnorm
 
 
-# torch's own: MMEngine imports its optimizers, which script functions.
+# torch's own warning: MMEngine imports its optimizers, which script functions.
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("switch", [lightnings_switch, mmengines_switch])
-def test_switch_of_the_framework_after_ours_makes_torchs_layers(switch):
+def test_frameworks_switch_after_ours_gives_torchs_layers(switch):
     model = switch()(convert_sync_batchnorm(network()))
     assert type(model[1]) is nn.SyncBatchNorm
     assert isinstance(convert_sync_batchnorm(model)[1], SyncBatchNorm)

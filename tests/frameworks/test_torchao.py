@@ -28,7 +28,7 @@ def train_evaluate_train(rank, world_size):
 
     both(x)
     graph.eval(), eager.eval()
-    if rank == 0:  # by itself: evaluation makes no collective
+    if rank == 0:  # one rank suffices: evaluation runs no collective
         both(x + 1)
     graph.train(), eager.train()
     both(x - 1)

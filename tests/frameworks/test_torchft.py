@@ -1,4 +1,4 @@
-"""torchft's process group, which goes on with other ranks after a failure."""
+"""torchft's process group, which continues with other ranks after a failure."""
 
 import os
 from datetime import timedelta

@@ -1,7 +1,7 @@
 """Our error is at most twice that of torch's BatchNorm in the same dtype, against float64.
 
 Both are measured on the whole batch. Twice, because either error is a maximum over a sample of
-roundings; what is systematic (an accumulator too short) shows as 5 to 100 times.
+roundings; a systematic error (a too narrow accumulator) is 5 to 100 times as large.
 """
 
 import pytest
@@ -66,8 +66,10 @@ def test_error_is_at_most_twice_torchs(dtype, parameter_dtype, shape, layout, me
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", [(4, 16, 5, 7), (8, 30, 14, 14)])
 def test_error_in_float64_is_at_most_that_of_four_operations(shape, layout):
-    """Against 80-bit arithmetic, by NumPy. The bound is not torch's error: that is up to five times
-    as large on CPUs, and smaller on GPUs, where it showed what CPUs had hidden."""
+    """Against 80-bit arithmetic, by NumPy.
+
+    The bound is not torch's error, which is up to five times as large on CPUs, and smaller on GPUs.
+    """
     import numpy as np
 
     x = make_input(shape, layout, torch.float64, std=1.0)

@@ -81,5 +81,5 @@ def test_overflow_in_the_forward_pass_leaves_running_statistics_finite():
     after = dict(model.named_buffers())
     for name in ("0.running_mean", "0.running_var"):  # the channel keeps its own, others move
         assert after[name][0] == before[name][0] and (after[name][1:] != before[name][1:]).all()
-    for name in ("2.running_mean", "2.running_var"):  # behind it everything is NaN
+    for name in ("2.running_mean", "2.running_var"):  # after it everything is NaN
         assert torch.equal(after[name], before[name])

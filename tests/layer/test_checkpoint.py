@@ -24,7 +24,7 @@ def block():
 
 
 def train(model, run, rank, steps=2):
-    """Train by ``run(x)``; return what must not depend on checkpointing."""
+    """Train by ``run(x)``; return results that must not depend on checkpointing."""
     gradients = []
     for seed in range(steps):
         x = make_input((6, 3), "contiguous", torch.float64, seed=10 * seed + rank)
@@ -52,7 +52,7 @@ def checkpointed(rank, world_size, use_reentrant, nested):
     assert_trains_as_without(model, lambda x: checkpoint(run, x, use_reentrant=use_reentrant), rank)
 
 
-# torch's own: of a reentrant checkpoint in another one, whose first run records nothing.
+# torch's own warning: the first run of a nested reentrant checkpoint records nothing.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.works(
     "`torch.utils.checkpoint`, reentrant or not, nested too: statistics are updated once"
@@ -92,14 +92,14 @@ def test_selective_checkpointing(two_ranks, kept):
 
 
 @pytest.mark.parametrize("kept", KEPT)
-def test_selective_checkpointing_of_a_process_alone(kept):
+def test_selective_checkpointing_in_one_process(kept):
     selective(0, 1, kept)
 
 
 @pytest.mark.parametrize("kept", ["normalized", "everything"])
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu", "silu"])
 def test_selective_checkpointing_of_an_activation(activation, kept, two_ranks):
-    """An operator that is kept does not write again what its gradient needs."""
+    """An operator whose output is kept does not overwrite values that its gradient needs."""
     two_ranks.run(selective, kept, activation)
     selective(0, 1, kept, activation)
 
@@ -135,7 +135,7 @@ def differentiate_twice(rank, world_size, kept, on_rank=None):
 
 
 @pytest.mark.parametrize("operator", ["all_reduce", "wait_tensor"])
-def test_error_of_torchs_at_a_collective_is_not_that_of_another_rank(operator, two_ranks):
+def test_torchs_error_at_a_collective_is_not_taken_for_another_ranks(operator, two_ranks):
     for rank, error in enumerate(
         two_ranks.run(differentiate_twice, [f"_c10d_functional.{operator}"])
     ):
@@ -143,7 +143,7 @@ def test_error_of_torchs_at_a_collective_is_not_that_of_another_rank(operator, t
         assert error.endswith(f"[rank {rank} of 2]")
 
 
-def test_others_hear_of_torchs_error_at_a_collective(two_ranks):
+def test_torchs_error_at_a_collective_reaches_the_others(two_ranks):
     others, own = two_ranks.run(differentiate_twice, ["_c10d_functional.all_reduce"], on_rank=1)
     assert own.startswith("Trying to backward an extra time")
     assert "rank 1: RuntimeError: Trying to backward an extra time" in others

@@ -1,4 +1,4 @@
-"""Bad input: each case has an error of the right type that names what was expected and came."""
+"""Bad input: each case raises the right type, naming the expected and the actual value."""
 
 import gc
 import warnings
@@ -166,7 +166,7 @@ def test_real_numbers_of_any_class(name, number, training):
     setattr(layers[1], name, float(number))
     mask, outputs = torch.ones(4, 5, dtype=torch.bool), []
     for layer in layers:
-        layer(X)  # what a layer has found right, it does not check again
+        layer(X)  # later calls skip the checks of these numbers
         x = X.clone().requires_grad_()
         y = layer(x)
         (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=training)
@@ -180,7 +180,7 @@ def test_real_numbers_of_any_class(name, number, training):
 
 @pytest.mark.parametrize("name", ["momentum", "eps", "negative_slope"])
 @pytest.mark.parametrize("number", [True, Decimal(1), torch.ones(1), torch.ones(2), 1 + 0j])
-def test_equal_of_a_number_that_was_right_is_checked(name, number):
+def test_equal_number_of_a_wrong_type_is_checked(name, number):
     layer = SyncBatchNorm(3)
     setattr(layer, name, 1.0)
     layer(X)
@@ -209,7 +209,7 @@ def test_number_too_large_for_a_float():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("activation", [None, "relu", "silu"])
 def test_zeros_without_memory(activation, training):
-    """Of such tensors are some gradients that torch computes."""
+    """Some gradients that torch computes are such tensors."""
     zeros = torch._efficientzerotensor(X.shape)
     layers = [SyncBatchNorm(3, activation=activation).train(training) for _ in range(2)]
     results = []
@@ -266,7 +266,7 @@ def test_functional_has_no_cumulative_average():
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)])
-def test_one_value_per_channel_alone(shape):
+def test_one_value_per_channel_in_one_process(shape):
     layer = SyncBatchNorm(3)
     message = r"^Expected more than 1 value per channel when training, got input size torch\.Size"
     with pytest.raises(ValueError, match=message):
@@ -360,7 +360,7 @@ def test_trace_on_one_rank_fails_the_others_at_once(two_ranks):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_ordinary_arguments_take_the_short_way(training, monkeypatch):
+def test_ordinary_arguments_skip_the_detailed_checks(training, monkeypatch):
     monkeypatch.setattr(checks, "check_objects", None)
     SyncBatchNorm(3).train(training)(X)
     sync_batch_norm(X, **GOOD, training=training)
@@ -394,11 +394,11 @@ def test_failure_before_the_collective_fails_the_others_at_once():
 
 
 def refused(rank, world_size, what):
-    """Whether an error of a layer keeps the frames that it went through, and their tensors."""
+    """Return a layer's error, and whether it keeps no frame, and so no tensor, alive."""
     layer = SyncBatchNorm(3)
     if what == "check":
         layer.eps = torch.nan
-    elif what == "operator":  # alone; in a group a check as well
+    elif what == "operator":  # in a group a check finds it
         layer.running_mean = torch.zeros(4)
     elif rank == 0:  # another pass than rank 1
         layer._syncbn = layer._syncbn.with_name("other")

@@ -1,4 +1,4 @@
-"""Conversion and its inverse: what is replaced, and what is kept."""
+"""Conversion and its inverse: replaced layers, and kept state."""
 
 import copy
 import functools
@@ -138,7 +138,7 @@ def test_forward_bound_before_conversion_is_named():
 
 
 def in_half(rank, world_size, when):
-    """As programs wrap a class's forward to compute in another dtype."""
+    """Wrap a class's forward to compute in another dtype, as programs do."""
     original, calls = nn.BatchNorm2d.forward, []
 
     def wrapped(self, input):
@@ -162,7 +162,7 @@ def in_half(rank, world_size, when):
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_forward_replaced_for_torchs_class_is_not_run_and_named(two_ranks, when):
+def test_forward_replaced_for_torchs_class_is_not_run_but_named(two_ranks, when):
     (first, calls, said), (second, _, _) = two_ranks.run(in_half, when)
     assert first == second and calls == 0
     assert len(said) == (when == "before")
@@ -256,7 +256,7 @@ def test_lazy_layer_is_an_error_and_nothing_is_changed():
     assert type(convert_sync_batchnorm(original)[1]) is SyncBatchNorm2d
 
 
-# torch's own deprecations of its quantization.
+# torch's own warning: its quantization is deprecated.
 @pytest.mark.filterwarnings("ignore:.*quantization:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*torch.ao:FutureWarning")
 def test_model_that_awaits_prepare_qat_is_an_error_and_nothing_is_changed():
@@ -273,7 +273,7 @@ def test_layers_of_a_compiled_model_are_converted():
 
 
 class Locked(nn.BatchNorm2d):
-    """Lets nobody set or delete an attribute."""
+    """Refuses to set or delete attributes."""
 
     def __setattr__(self, name, value):
         if "locked" in vars(self):
@@ -284,7 +284,7 @@ class Locked(nn.BatchNorm2d):
         raise AttributeError(f"no deleting {name}")
 
 
-def test_layer_that_lets_nobody_set_attributes():
+def test_layer_that_refuses_to_set_attributes():
     layer = Locked(3)
     vars(layer)["locked"] = True
     model = fuse_activations(convert_sync_batchnorm(nn.Sequential(layer, nn.ReLU())))
@@ -295,7 +295,7 @@ def test_layer_that_lets_nobody_set_attributes():
 
 
 class Fixed(nn.BatchNorm2d):
-    """Lets nobody set its class, once it is complete."""
+    """Refuses to set its class, once it is complete."""
 
     @property
     def __class__(self):
@@ -364,7 +364,7 @@ def test_change_that_fails_half_way_changes_nothing(monkeypatch, change, error):
 
 
 @pytest.mark.filterwarnings("error")
-def test_warning_that_is_an_error_leaves_the_model_as_it_was():
+def test_warning_that_is_an_error_leaves_the_model_unchanged():
     model = nn.Sequential(nn.BatchNorm2d(3), Locked(3))
     model[1].forward = lambda input: input
     before = held(model)
@@ -381,7 +381,7 @@ def swapped(request, monkeypatch):
         return syncbn.conversion.convert
     monkeypatch.setattr(syncbn.pickles, "RECONSTRUCTIONS", {**syncbn.pickles.RECONSTRUCTIONS})
     converter = staticmethod(SyncBatchNorm._syncbn_converter)
-    monkeypatch.setattr(SyncBatchNorm, "_syncbn_converter", converter)  # gives it back
+    monkeypatch.setattr(SyncBatchNorm, "_syncbn_converter", converter)  # restores it afterwards
     for name in ("syncbn.conversion.derived", "syncbn.conversion.convert"):
         spec = importlib.util.find_spec(name)
         module = importlib.util.module_from_spec(spec)
@@ -515,7 +515,7 @@ def test_layer_that_is_ours_already_gets_its_name():
         converted(torch.rand(2, 4))
 
 
-def test_name_is_that_of_the_last_conversion():
+def test_last_conversion_decides_the_name():
     block = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
     converted = convert_sync_batchnorm(nn.Sequential(nn.ReLU(), block, copy.deepcopy(block)))
     for path in ("1.0", "2.0"):

@@ -1,4 +1,4 @@
-"""Conversion with timm's and torch's converters: of their layers, and before or after them."""
+"""Conversion of timm's layers, and before or after timm's and torch's converters."""
 
 import copy
 

@@ -22,7 +22,7 @@ from syncbn import (
 
 
 class WithArguments(nn.BatchNorm2d):
-    """Is made of arguments that a pickle holds."""
+    """Is constructed from arguments in its pickle."""
 
     def __new__(cls, channels, **_):
         return super().__new__(cls)

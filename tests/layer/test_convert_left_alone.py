@@ -1,4 +1,4 @@
-"""Conversion and its inverse leave some layers alone: which, and what they hold."""
+"""Layers that conversion and its inverse leave alone, and the layers inside of them."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_revert_reaches_what_ordinary_layers_hold():
     assert type(revert_sync_batchnorm(layer).auxiliary[0]) is nn.BatchNorm2d
 
 
-def test_layer_that_one_left_alone_shares_with_the_model_synchronizes():
+def test_layer_in_the_model_and_in_one_left_alone_synchronizes():
     split = Split(3)
     shared = split.auxiliary[0]
     with pytest.warns(UserWarning, match="'0' is a Split"):
@@ -101,7 +101,7 @@ def test_parametrized_layer_is_left_alone_and_named():
         convert_sync_batchnorm(nn.Sequential(layer))
 
 
-def test_subclass_of_torchs_synchronized_layer_is_said_to_stay_torchs():
+def test_subclass_of_torchs_synchronized_layer_stays_torchs_and_is_named():
     class Tripled(nn.SyncBatchNorm):
         def forward(self, input):
             return 3 * super().forward(input)

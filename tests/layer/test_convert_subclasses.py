@@ -116,7 +116,7 @@ def test_module_named_activation_of_a_layer_without_methods_stays():
 
 
 class Registered(nn.BatchNorm2d):
-    """Keeps a list of its subclasses, which have to give a key."""
+    """Keeps a list of its subclasses, each of which must give a key."""
 
     classes: ClassVar = {}
 
@@ -128,7 +128,7 @@ class Keyed(Registered, key="keyed"):
     pass
 
 
-def test_class_that_keeps_its_subclasses_hears_of_none():
+def test_class_that_registers_subclasses_registers_none_of_ours():
     converted = convert_sync_batchnorm(nn.Sequential(Keyed(3), Registered(3)))
     assert all(isinstance(layer, SyncBatchNorm) for layer in converted)
     assert Registered.classes == {"keyed": Keyed}
@@ -145,7 +145,7 @@ class Final(nn.BatchNorm2d, metaclass=Strict, key=1):
     pass
 
 
-def test_class_that_none_can_derive_from_is_an_error_and_nothing_is_changed():
+def test_final_class_is_an_error_and_nothing_is_changed():
     original = nn.Sequential(nn.BatchNorm2d(3), Final(3))
     with pytest.raises(TypeError, match=r"'1' is a Final, and no class can derive .*: no key"):
         convert_sync_batchnorm(original)
@@ -278,12 +278,12 @@ def test_class_that_normalizes_by_itself_is_named_when_it_first_trains(cls):
 
 
 @pytest.mark.parametrize("cls", [WithoutMethods, Unchecked, Square, Doubled, ByName])
-def test_torchs_forward_is_named_whatever_the_class_that_it_was_bound_for(cls):
+def test_call_of_torchs_bound_forward_is_named_for_any_class(cls):
     layer, x = cls(3), images().float()
     bound = functools.partial(nn.BatchNorm2d.forward, layer)
     convert_sync_batchnorm(nn.Sequential(layer))
     words = "torch's forward of layer '0' was called, .* by themselves"
-    with warnings.catch_warnings():  # its own forward's warning, for one of them
+    with warnings.catch_warnings():  # one class's own forward warns
         warnings.simplefilter("ignore")
         layer(x)
     with pytest.warns(UserWarning, match=words):
@@ -295,7 +295,7 @@ def test_torchs_forward_is_named_whatever_the_class_that_it_was_bound_for(cls):
     bound(x)
 
 
-def test_parameters_are_reset_as_a_program_has_torchs_class_do(monkeypatch):
+def test_parameters_are_reset_by_a_programs_replacement_in_torchs_class(monkeypatch):
     layer, called = convert_sync_batchnorm(nn.BatchNorm2d(3)), []
     monkeypatch.setattr(nn.BatchNorm2d, "reset_parameters", lambda layer: called.append(layer))
     layer.reset_parameters()
@@ -342,7 +342,7 @@ class Mixed(nn.BatchNorm2d, FreezingMixin):
 
 
 @pytest.mark.parametrize("cls", [Frozen, Mixed])
-def test_other_methods_go_on_to_work(cls):
+def test_other_methods_still_work(cls):
     converted = convert_sync_batchnorm(nn.Sequential(cls(3)))
     assert isinstance(converted[0], SyncBatchNorm) and not converted.train()[0].training
 
@@ -360,7 +360,7 @@ class Described(nn.BatchNorm2d):
 class Annotated(nn.BatchNorm2d):
     scale: float
     activation = nn.ReLU
-    # As Python 3.14 makes it of the annotation.
+    # As Python 3.14 derives it from the annotation.
     exec("def __annotate_func__(format): return {'scale': float}")
 
 

@@ -1,4 +1,4 @@
-"""Layers on the CPU do not ask which device is the default."""
+"""Layers on the CPU do not depend on the default device."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from torch import nn
 import syncbn
 from syncbn import SyncBatchNorm
 
-# What a program does with a model on the CPU, whatever its default device is.
+# A program with a model on the CPU, for any default device.
 PROGRAM = """
 import copy, pickle, sys
 import torch
@@ -55,7 +55,7 @@ for device in (sys.argv[1], "cpu"):
 
 
 @pytest.mark.parametrize("device", ["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
-def test_layer_on_the_cpu_asks_for_no_default_device(device):
+def test_layer_on_the_cpu_ignores_the_default_device(device):
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM, device]
     ran = subprocess.run(command, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
@@ -80,6 +80,6 @@ def use_with_default(rank, world_size):
         torch.set_default_device(None)
 
 
-def test_ranks_on_cpus_ask_for_no_default_device(two_ranks):
+def test_ranks_on_cpus_ignore_the_default_device(two_ranks):
     first, second = two_ranks.run(use_with_default)
     assert torch.equal(first, second) and not first.is_meta

@@ -1,4 +1,4 @@
-"""freeze_statistics, and unfreeze_statistics, which gives back what was."""
+"""freeze_statistics, and unfreeze_statistics, which restores the state before."""
 
 import copy
 import pickle
@@ -54,12 +54,12 @@ def test_layers_stay_in_evaluation():
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("asked", [None, True, False])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_way_back(affine, asked, training):
+def test_unfreezing_restores_modes_and_flags(affine, asked, training):
     model = make_model().train(training)
     model[1].bias.requires_grad_(False)
     model[0].weight.requires_grad_(False)
     before, attributes = flags(model), set(vars(model[1]))
-    for _ in range(2):  # the second time nothing more
+    for _ in range(2):  # the second call changes nothing
         freeze_statistics(model, affine=affine)
     assert flags(model) == {**before, "1.weight": not affine}
     if asked is not None:
@@ -72,7 +72,7 @@ def test_the_way_back(affine, asked, training):
     assert modes(model.eval()) == [False] * 5 and modes(model.train()) == [True] * 5
 
 
-def test_a_layer_in_evaluation_by_itself_goes_back_to_it():
+def test_a_layer_that_was_in_evaluation_returns_to_it():
     model = make_model()
     model[1].eval()
     freeze_statistics(model)
@@ -121,7 +121,7 @@ def test_layers_without_bias():
     [copy.copy, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
     ids=["copy", "deepcopy", "pickle"],
 )
-def test_copies_are_frozen_by_themselves(duplicate):
+def test_copies_are_frozen_independently(duplicate):
     layer = SyncBatchNorm(3)
     freeze_statistics(layer, affine=True)
     other = duplicate(layer)
@@ -169,7 +169,7 @@ def test_models_without_statistics():
         freeze_statistics(SyncBatchNorm(3, track_running_stats=False))
 
 
-def test_conversion_leaves_frozen_layers_and_revert_leaves_nothing_of_it():
+def test_conversion_keeps_layers_frozen_and_revert_unfreezes_them():
     model = make_model()
     freeze_statistics(model, affine=True)
     assert not convert_sync_batchnorm(model).train()[1].training

@@ -86,8 +86,8 @@ def test_running_statistics_may_change_before_backward():
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_evaluation_knows_that_its_running_statistics_have_changed(masked):
-    """pytorch#13402: evaluate, train, then backward through the evaluation, which needs the old."""
+def test_backward_of_evaluation_raises_if_running_statistics_changed(masked):
+    """pytorch#13402: evaluate, train, then backward of the evaluation, which needs old values."""
     x = make_input((3, 2, 4), "contiguous", torch.float64).requires_grad_()
     mean, var = torch.zeros(2).double(), torch.ones(2).double()
     mask = torch.ones(3, 4, dtype=torch.bool) if masked else None
@@ -97,7 +97,7 @@ def test_evaluation_knows_that_its_running_statistics_have_changed(masked):
         y.sum().backward()
 
 
-def test_only_a_pass_that_writes_raises_the_versions():
+def test_only_a_pass_that_writes_increments_the_versions():
     layer = SyncBatchNorm(2)
     x = make_input((3, 2, 4), "contiguous", torch.float32).requires_grad_()
 
@@ -124,7 +124,7 @@ def test_running_statistics_made_in_inference_mode_have_no_version():
 
 
 class Labelled(torch.Tensor):
-    """A tensor whose label operators hand on, as those of MONAI and fastai do."""
+    """A tensor whose label operators pass on, like the tensors of MONAI and fastai."""
 
     label = ""
 
@@ -149,7 +149,7 @@ OPERANDS = ("input", "running_mean", "weight", "residual", "mask")
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", OPERANDS)
 def test_tensor_subclass_before_an_operation_in_place(name, training, activation):
-    """pytorch#86456, MONAI#5283: it goes in and comes out, with the numbers of a plain tensor."""
+    """pytorch#86456, MONAI#5283: the output is of the subclass, with a plain tensor's values."""
 
     def run(wrap):
         torch.manual_seed(0)

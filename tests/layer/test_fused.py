@@ -71,12 +71,12 @@ def test_error_is_at_most_twice_that_of_separate_modules(
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", [(8, 5, 31, 33), (64, 70, 3, 3), (999, 7)])
 def test_backward_sees_the_sign_that_forward_saw(shape, layout, dtype):
-    """Where the output is zero the gradient is, exactly there, also next to zero."""
+    """The gradient is zero exactly where the output is, also for values next to zero."""
     if len(shape) == 2 and layout == "channels_last":
         pytest.skip("a matrix has one layout")
     operands = make_operands(shape, layout, dtype, with_residual=False)
-    # Many values that are normalized to next to nothing, of either sign: to half of the least
-    # number that the 16-bit types have, which they round to zero.
+    # Many normalized values are tiny, of either sign: half of the 16-bit types' smallest number,
+    # which they round to zero.
     channels = shape[1]
     operands.x[::2] *= 1e-3
     tiny = {torch.float16: 2e-8, torch.bfloat16: 5e-41}.get(dtype, 1e-9)
@@ -86,7 +86,7 @@ def test_backward_sees_the_sign_that_forward_saw(shape, layout, dtype):
     layer.weight = nn.Parameter(weight)
     y = layer(x)
     y.backward(torch.ones_like(y))
-    # The gradient of the bias counts the values that let it through.
+    # The gradient of the bias counts the values with a gradient.
     dims = [d for d in range(y.dim()) if d != 1]
     assert torch.equal(layer.bias.grad.double(), (y > 0).double().sum(dims))
     assert 0.05 < (y > 0).double().mean() < 0.95
@@ -181,7 +181,7 @@ def test_nan_in_the_input(activation):
         assert torch.equal(our.isnan(), their.isnan())
 
 
-# Tensors that backward needs: of which an in-place change is autograd's error.
+# Tensors that backward needs: autograd raises if they change in place.
 NEEDED = {
     ("relu", False): ["x", "weight"],
     ("relu", True): ["x", "weight", "output"],
@@ -297,7 +297,7 @@ def test_slopes_that_are_refused(slope):
         SyncBatchNorm(3, negative_slope="0.1")
 
 
-def test_repr_shows_whose_it_is_and_what_is_not_the_default():
+def test_repr_shows_the_package_and_options_that_are_not_default():
     model = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3)))
     assert "(0): syncbn.SyncBatchNorm2d(3, eps" in str(model)
     assert "(1): syncbn.SyncBatchNorm(3, eps" in str(model)
@@ -353,7 +353,7 @@ def test_symbolic_tracing_keeps_the_residual():
 
 
 def test_the_plain_layer_gives_operators_nothing_more(monkeypatch):
-    """What is not asked for costs nothing, not even an argument."""
+    """Unused features cost nothing, not even an argument."""
     given = {}
 
     def spy(name):

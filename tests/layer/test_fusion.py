@@ -202,7 +202,7 @@ def test_timms_layer_with_something_else_runs_it():
     model = timms(nn.Hardswish)
     assert torch.equal(model(make_input()), F.hardswish(norm()(make_input())))
     model = timms(nn.ReLU)
-    model[0].activation = "silu"  # of the layer's own, which comes first
+    model[0].activation = "silu"  # the layer's own activation, which comes first
     torch.testing.assert_close(model(make_input()), F.relu(F.silu(norm()(make_input()))))
     model[0].activation = None
     model[0].drop.register_forward_hook(lambda *_: calls.append("drop"))
@@ -224,7 +224,7 @@ def test_report_prints_as_a_table():
     assert str(explain_fusion(nn.ReLU())).endswith("0 of 0 batch normalization layers fused")
 
 
-def test_layers_alone():
+def test_single_layers():
     layer = norm()
     assert fuse_activations(layer) is layer
     assert explain_fusion(layer).left == [("", "is the model")]
@@ -238,7 +238,7 @@ def test_not_a_module(function):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_what_has_been_compiled_is_an_error_and_nothing_is_changed(whole):
+def test_compiled_model_is_an_error_and_nothing_is_changed(whole):
     model = nn.Sequential(norm(), nn.ReLU(), Called())
     if whole:
         model[2] = torch.compile(model[2], backend="eager")

@@ -1,4 +1,4 @@
-"""What a fused model goes on to do: results, copies, hooks, exchanged parts, and the way back."""
+"""Fused models later on: results, copies, hooks, replaced parts, and revert."""
 
 import copy
 import io
@@ -104,7 +104,7 @@ def test_shallow_copies_share_their_children():
     assert torch.equal(other(x), model(x))
 
 
-def test_the_module_stays_the_object_that_it_was():
+def test_the_module_stays_the_same_object():
     model, calls = Called(), []
     model.register_forward_hook(lambda module, *_: calls.append(module))
     model.note = "kept"
@@ -120,9 +120,9 @@ def test_the_module_stays_the_object_that_it_was():
 
 
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_full_backward_hook"])
-def test_hooks_that_come_later_run_and_see_what_they_saw(register):
+def test_hooks_added_later_run_and_see_unfused_values(register):
     model, seen = fuse_activations(Called()), []
-    model.relu.inplace = False  # it would write to what the hook sees
+    model.relu.inplace = False  # else it overwrites the hook's tensor
 
     def hook(module, inputs, outputs):
         seen.append((module, outputs))
@@ -142,13 +142,13 @@ def test_a_layer_that_is_replaced_later_is_called():
     expected = model(x)
     fuse_activations(model).bn1 = nn.BatchNorm2d(3).double()
     torch.testing.assert_close(model(x), expected)  # float64, by its default tolerances
-    model.bn2.activation = "silu"  # which then comes before the addition
+    model.bn2.activation = "silu"  # then precedes the addition
     other = Called()
     other.bn2.activation = "silu"
     torch.testing.assert_close(model(x), other(x))
 
 
-def test_results_are_what_the_layers_own_fusion_gives(monkeypatch):
+def test_fused_places_call_the_layers_own_fused_pass(monkeypatch):
     """The fused places reach the layer's own passes, and those of other shapes do not."""
     model, seen = fuse_activations(Called()), []
 
@@ -209,8 +209,8 @@ def test_the_order_of_addends_stays(is_first):
     assert torch.equal(fused(make_input(), Addend()), model(make_input(), Addend()))
 
 
-def test_the_report_is_of_what_is_fused():
-    """Once the Sequential is called as a whole, what it does to its input is unknown."""
+def test_the_report_names_the_fused_layers():
+    """If the Sequential is called as a whole, its changes of the input are unknown."""
 
     def code(m, x):
         y = m.bn1(m.parts(x))
@@ -258,7 +258,7 @@ def test_a_symbolic_trace_of_a_fused_model():
     assert_same(model, traced, make_input())
 
 
-def test_revert_takes_everything_back():
+def test_revert_undoes_fusion():
     model = nn.Sequential(
         nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.SiLU(), convert_and_revert(Called())
     ).double()

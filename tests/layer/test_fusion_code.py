@@ -1,4 +1,4 @@
-"""fuse_activations in the code of modules: what is fused, what is left and why."""
+"""fuse_activations in the code of modules: the layers that are fused, and why others are left."""
 
 import collections
 import copy
@@ -75,10 +75,10 @@ def test_additions_in_code(code):
     model = block(code, inputs=2)
     fused = fuse_a_copy(model, make_input(), make_input(1))
     assert names(explain_fusion(model)) == [("bn1", "relu", True)]
-    # Another shape, in place as well; another dtype, which += does not promote to, but + does.
+    # Another shape, also in place; other dtypes, to which + promotes but += does not.
     assert_same(model, fused, make_input(), make_input(1, (3, 1, 1)))
     larger = make_input(1, (2, 4, 3, 5, 5))
-    if "+=" in fused._syncbn_code:  # in place, where nothing can be larger
+    if "+=" in fused._syncbn_code:  # an in-place result cannot be larger
         with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
             copy.deepcopy(fused)(make_input(), larger)
     else:
@@ -303,7 +303,7 @@ LEFT = [
     (ordered, "its code makes a OrderedDict, of which torch.fx keeps less"),
     (without_gradient, "its code calls _set_grad_enabled, whose result its graph would keep"),
     (under_autocast, "its code sets a mode"),
-    (checkpointed, "its code "),  # sets a mode, or calls what torch does for that
+    (checkpointed, "its code "),  # sets a mode, or calls torch's function for that
     (count_calls, "the code of Block sets attributes"),
     (collect, "the code of Block sets attributes"),
     (
@@ -368,7 +368,7 @@ def test_addition_in_place_to_another_value_is_left():
     model = block(add_in_place_to_other, inputs=2)
     assert reason(model) == "is added in place to another value"
 
-    # Where it is fused otherwise, an addition in place to another value still is one.
+    # In a module with another fused layer, the in-place addition stays in place.
     def code(m, x, other):
         y = add_in_place_to_other(m, x, other)
         return m.relu(m.bn2(y))
@@ -415,7 +415,7 @@ def test_names_of_a_graph_module_stay():
     assert type(fused.code) is nn.ReLU and fused.graph == "mine"
 
 
-def test_a_class_with_copies_of_its_own_keeps_them():
+def test_a_class_keeps_its_own_deepcopy():
     model = block(lambda m, x: m.relu(m.bn1(x)))
     type(model).__deepcopy__ = lambda self, memo: self
     fused = fuse_activations(model)

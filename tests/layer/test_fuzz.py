@@ -26,14 +26,14 @@ def has_values(case):
 
 
 def is_evaluated_precisely(case):
-    """torch's operator, which evaluates, rounds 1/std to 16 bits where its vectors have them."""
+    """torch's operator for evaluation rounds 1/std to 16 bits if its vectors have 16 bits."""
     dtypes = [dtype or case.dtype for dtype in case.vectors]
     has_running = case.vectors[2] is not None
     return has_values(case) and has_running and all(dtype.itemsize > 2 for dtype in dtypes)
 
 
 def places(x):
-    """Return the strides; those of sizes of one say nothing."""
+    """Return the strides, without those of dimensions of size one."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
 
 
@@ -43,10 +43,10 @@ def test_training(case):
 
 
 @fuzz(examples=60, case=cases(1).filter(lambda c: len(c.shapes[0]) in TORCHS and has_values(c)))
-def test_torchs_layer_in_float64_computes_what_the_test_compares_with(case):
-    """Within float32's tolerances, and but for an empty batch, which moves its statistics.
+def test_torchs_layer_in_float64_agrees_with_the_reference(case):
+    """Within float32's tolerances, and except for empty batches, which change torch's statistics.
 
-    Its backward pass reads the gaps of weights, and mistakes gradients that lie otherwise.
+    torch's backward pass reads the gaps of weights, and misreads gradients of other layouts.
     """
     dim = len(case.shapes[0])
     plain = Layout(order=tuple(range(dim)), steps=(1,) * dim, expanded=(), offset=0)
@@ -57,7 +57,7 @@ def test_torchs_layer_in_float64_computes_what_the_test_compares_with(case):
 
 
 @fuzz(examples=100, case=cases(1).filter(has_values))
-def test_output_lies_as_torchs_does(case):
+def test_output_has_the_strides_of_torchs(case):
     note_repeat(case)
     x, _ = make_batch(case, 0, 0)
     torchs = F.batch_norm(x, None, None, training=True)

@@ -1,7 +1,7 @@
-"""Tests of operators and layers, with the CPU operators hidden: torch's expressions pass them too.
+"""Tests of operators and layers pass by torch's expressions too, with the CPU operators hidden.
 
-These files take little time for what they show. ``hidden`` of ``tools/maintain.mk`` runs
-``tests/layer`` and ``tests/ranks`` as well.
+These files show much in little time. ``hidden`` of ``tools/maintain.mk`` runs ``tests/layer`` and
+``tests/ranks`` as well.
 """
 
 import os
@@ -31,4 +31,4 @@ def test_expressions_pass_the_tests_of_the_operators():
     summary = result.stdout.splitlines()[-1]
     passed = re.search(r"(\d+) passed", summary)
     assert passed is not None and int(passed[1]) > 600, summary
-    assert "19 deselected" in summary  # for reasons that stand in hidden.NOT_RUN
+    assert "19 deselected" in summary  # hidden.NOT_RUN has the reasons

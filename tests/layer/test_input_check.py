@@ -1,4 +1,4 @@
-"""A program's own check of the input, of its class, its layer or in the place of torch's."""
+"""A program's own check of the input: in its class, in its layer, or in place of torch's."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ OBLONG = torch.arange(24.0).view(2, 3, 2, 2).repeat(1, 1, 1, 2)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_check_of_the_class_is_made(training):
+def test_check_of_the_class_runs(training):
     model = convert_sync_batchnorm(nn.Sequential(Square(3), Unchecked(3))).train(training)
     model(OBLONG[..., :2])
     words = r"expected a square, but got \[2, 3, 2, 4\] \[layer '0'\]"
@@ -41,7 +41,7 @@ def test_check_of_the_class_fails_on_all_ranks(two_ranks):
 
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, WithoutMethods, SyncBatchNorm2d])
 @pytest.mark.parametrize("training", [True, False])
-def test_check_that_a_program_sets_is_made(monkeypatch, cls, training):
+def test_check_set_by_a_program_runs(monkeypatch, cls, training):
     layer = convert_sync_batchnorm(cls(3)).train(training)
     for owner in (layer, type(layer), cls, nn.BatchNorm2d):
         with monkeypatch.context() as patch:
@@ -52,7 +52,7 @@ def test_check_that_a_program_sets_is_made(monkeypatch, cls, training):
             layer(OBLONG[..., 0])
 
 
-def test_check_of_a_program_may_call_the_one_before():
+def test_check_set_by_a_program_may_call_the_previous_one():
     layer = convert_sync_batchnorm(Square(3))
     before = layer._check_input_dim
 

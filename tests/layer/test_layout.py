@@ -58,7 +58,7 @@ def test_output_of_a_compiled_layer():
         assert layer(x).stride() == F.batch_norm(x, None, None, training=True).stride()
 
 
-def test_sizes_of_one_have_no_place_in_the_order():
+def test_dimensions_of_size_one_do_not_affect_the_layout():
     x = torch.rand(4).as_strided((1, 2, 1, 2), (4, 1, 1, 2))
     layer = SyncBatchNorm(2)
     for training in (True, False):

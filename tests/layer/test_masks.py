@@ -1,4 +1,4 @@
-"""The layer under a mask, against torch's modules on the values alone that it leaves."""
+"""The layer with a mask, against torch's modules on the unmasked values only."""
 
 import copy
 import pickle
@@ -88,7 +88,7 @@ def run_layer(operands, mask, activation):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("shape", [(4, 16, 5, 7), (6, 70, 11, 9), (5, 3, 200), (99, 17)])
-def test_error_is_at_most_twice_that_on_valid_values_alone(
+def test_error_is_at_most_twice_that_of_modules_on_valid_values(
     shape, layout, dtype, activation, with_residual
 ):
     if len(shape) == 2 and layout == "channels_last":
@@ -167,7 +167,7 @@ def test_mask_is_broadcast(shape, training):
 
 
 @pytest.mark.parametrize("mask", [None, "all"])
-def test_a_mask_of_everything_is_none(mask):
+def test_a_full_mask_equals_no_mask(mask):
     x = make_input((4, 3, 6, 5), "contiguous", torch.float32)
     given = {} if mask is None else {"mask": torch.ones(4, 6, 5, dtype=torch.bool)}
     expected = F.batch_norm(x, None, None, training=True)
@@ -304,14 +304,14 @@ class Net(nn.Module):
         return self.activation(self.norm(x, mask=mask))
 
 
-def test_converted_frozen_and_fused_layers_take_one():
+def test_converted_frozen_and_fused_layers_take_a_mask():
     x = make_input((4, 3, 7), "contiguous", torch.float32)
     mask = make_mask(x)
     net = convert_sync_batchnorm(Net())
     expected = F.relu(F.batch_norm(valid(x, mask), None, None, training=True))
     y = net(spoiled(x, mask), mask)
     torch.testing.assert_close(valid(y, mask), expected)
-    fused = fuse_activations(copy.deepcopy(net))  # which leaves the layer as it is
+    fused = fuse_activations(copy.deepcopy(net))  # leaves the layer unfused
     torch.testing.assert_close(fused(spoiled(x, mask), mask), y)
     frozen = copy.deepcopy(net)
     freeze_statistics(frozen)
@@ -320,7 +320,7 @@ def test_converted_frozen_and_fused_layers_take_one():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_reverted_layers_take_one(training):
+def test_reverted_layers_take_a_mask(training):
     masked, mask, _ = make_masked((4, 3, 6), "contiguous", torch.float32, with_residual=True)
     layer = SyncBatchNorm(3, activation="relu")
     reverted = revert_sync_batchnorm(copy.deepcopy(layer)).train(training)

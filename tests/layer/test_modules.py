@@ -145,7 +145,7 @@ def test_symbolic_tracing_of_the_layer_itself():
     evaluated = torch.fx.symbolic_trace(layer.eval())
     assert torch.equal(evaluated(x), layer(x))
     functions = [node.target for node in evaluated.graph.nodes if node.op == "call_function"]
-    # And some of ours, for a residual and a mask may be given to what was traced.
+    # And some of ours, because the traced module may get a residual and a mask.
     assert functions == [
         *(masks.clear_given, masks.clear_given, nn.functional.batch_norm),
         *(epilogue.add_residual, masks.clear_given),
@@ -265,7 +265,7 @@ def test_copies_share_the_group_and_pickles_drop_it(two_ranks):
 
 
 def test_loaded_layer_is_another_layer():
-    """A process may hold it beside the layer that was pickled, or beside others of its number."""
+    """A process may hold it beside the pickled layer, or beside other layers of its number."""
     layer = SyncBatchNorm(3)
     layer._syncbn = layer._syncbn.with_name("body.bn1")
     loaded = pickle.loads(pickle.dumps(layer))
@@ -274,7 +274,7 @@ def test_loaded_layer_is_another_layer():
     assert loaded._syncbn.identity.name == "body.bn1"
 
 
-def test_pickle_without_group_says_nothing():
+def test_pickle_without_group_does_not_warn():
     layer = pickle.loads(pickle.dumps(SyncBatchNorm(3)))
     assert isinstance(layer, SyncBatchNorm) and layer.process_group is None
 
@@ -313,7 +313,7 @@ def test_training_without_a_group_under_a_launcher_warns_once(run, monkeypatch):
 
 
 @pytest.mark.parametrize("change", [{"WORLD_SIZE": "1"}, {"WORLD_SIZE": "all"}, {"WORLD_SIZE": ""}])
-def test_training_alone_does_not_warn(change, monkeypatch):
+def test_training_in_one_process_does_not_warn(change, monkeypatch):
     assert not train_where_launched(monkeypatch, LAUNCHED | change, SyncBatchNorm.__call__)
 
 
@@ -376,7 +376,7 @@ def test_cumulative_average_with_a_bad_batch_is_torchs(when, compile):
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_numbers_in_tensors_are_numbers_as_for_torchs_layer(training):
+def test_tensors_are_taken_as_numbers_as_by_torchs_layer(training):
     eps, momentum, slope = torch.tensor(1e-3), torch.tensor(0.25), torch.tensor(0.5)
     x = make_input((4, 3, 5), "contiguous", torch.float32)
     theirs = torch.nn.BatchNorm1d(3, eps=eps, momentum=momentum).train(training)
@@ -389,7 +389,7 @@ def test_numbers_in_tensors_are_numbers_as_for_torchs_layer(training):
         SyncBatchNorm(3, momentum=torch.ones(1))
 
 
-def test_no_group_is_refused_after_a_pass_in_one_process():
+def test_bad_group_is_refused_after_a_pass_in_one_process():
     layer = SyncBatchNorm(3)
     layer(torch.rand(4, 3))
     layer.process_group = "nccl"

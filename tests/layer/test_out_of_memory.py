@@ -1,4 +1,4 @@
-"""Out of memory: torch's words and class, which programs look for, and no path of our sources."""
+"""Out of memory: torch's message and class, which programs look for, and no path of our sources."""
 
 import os
 import subprocess
@@ -17,12 +17,12 @@ from syncbn.ops import _extension
 
 
 def should_reduce_batch_size(error):
-    """Whether accelerate takes an error for one of memory."""
+    """Whether accelerate takes an error for out of memory."""
     return pytest.importorskip("accelerate.utils.memory").should_reduce_batch_size(error)
 
 
-# Each operator that allocates a tensor of the input's size, where the next one of that size is too
-# much. In a process of its own: the limit is the process's.
+# Each operator that allocates a tensor of the input's size, under a limit that such a tensor
+# exceeds. In a separate process: the limit is the process's.
 PROGRAM = """
 import resource
 import torch
@@ -48,7 +48,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_operator_says_it_in_torchs_words(name):
+def test_operator_raises_torchs_message(name):
     program = PROGRAM.format(call=CALLS[name])
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     said = "DefaultCPUAllocator: can't allocate memory: syncbn tried to allocate 268435456 bytes"
@@ -98,7 +98,7 @@ def call():
 @pytest.mark.cuda
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_earlier_error_on_cuda_is_not_called_out_of_memory(fault):
-    """Programs that go on with a smaller batch would never end. In processes of their own."""
+    """Programs that retry with a smaller batch would never end. In separate processes."""
     program = CUDA_PROGRAM + FAULTS[fault]
     env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1" if fault == "capture" else "0"}
     result = subprocess.run(
@@ -109,7 +109,7 @@ def test_an_earlier_error_on_cuda_is_not_called_out_of_memory(fault):
     assert not should_reduce_batch_size(RuntimeError(result.stdout))
 
 
-# In a process of its own: what other tests have freed would be enough memory.
+# In a separate process: the memory that other tests have freed would suffice.
 TOO_MUCH_ON_CUDA = """
 import torch
 from syncbn import ops
@@ -182,7 +182,7 @@ def test_rank_that_runs_out_names_its_layer(stage):
         assert "another rank of the process group aborted" in other.message
 
 
-def test_errors_hold_no_path_of_the_machine_that_built():
+def test_errors_hold_no_path_of_the_build_machine():
     libraries = [*Path(_extension._C.__file__).parent.glob("_*.so")]
     assert libraries
     for library in libraries:

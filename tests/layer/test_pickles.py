@@ -1,4 +1,4 @@
-"""Pickles of whole models: those of earlier versions load, and none holds a private path."""
+"""Pickles of whole models: earlier versions' load, and none holds a private path."""
 
 import io
 import pickle
@@ -66,12 +66,12 @@ PUBLIC = {f"syncbn {name}" for name in (*syncbn.__all__, "_reconstruct")}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_saved_models_name_syncbn_alone(path):
+def test_saved_models_name_only_syncbn(path):
     assert globals_of(path) <= PUBLIC
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_new_pickles_name_what_the_saved_ones_do(kind, tmp_path):
+def test_new_pickles_name_the_same_objects_as_saved_ones(kind, tmp_path):
     write(kind, tmp_path / "new.pt")
     assert globals_of(tmp_path / "new.pt") == globals_of(DATA / f"{kind}.pt") != set()
 
@@ -107,7 +107,7 @@ def test_fused_module_with_its_own_way_to_be_pickled(protocol):
     assert type(syncbn.revert_sync_batchnorm(loaded)[0]) is Reduced
 
 
-def test_kind_of_a_later_version_is_an_error_that_says_so():
+def test_kind_of_a_later_version_is_an_error():
     stream = io.BytesIO(b"csyncbn\n_reconstruct\n(V%s\ntR." % b"later")
     with pytest.raises(ValueError, match="cannot load an object of kind 'later'"):
         pickle.load(stream)

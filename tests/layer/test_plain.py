@@ -1,4 +1,4 @@
-"""The operators as torch's expressions, and layers on a device that has no others.
+"""The operators as torch's expressions, and layers on a device that has only these.
 
 The device is a stand-in, in a process of its own (tests/support/plain_device.py).
 tests/support/hidden.py runs other tests by the expressions.
@@ -42,7 +42,7 @@ def close(actual, expected, dtype):
 
 
 def run_operator(rank, world_size, name, shape, layout, dtype):
-    """Return the results, and what was written, on the CPU and on the device."""
+    """Return the results, and the written tensors, on the CPU and on the device."""
     with torch.device("cpu"):
         given = arguments(name, make_input(shape, layout, dtype))
     moved = [v.to("plain", copy=True) if isinstance(v, torch.Tensor) else v for v in given]
@@ -64,7 +64,7 @@ SHAPES = [(7, 3), (5, 70), (3, 5, 6, 7), (4, 1, 9, 11), (2, 3, 4, 5, 6), *EMPTY_
 @pytest.mark.any_torch
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OPS)
-def test_operator_computes_what_that_of_the_cpu_does(device, name, dtype):
+def test_operator_agrees_with_the_cpus(device, name, dtype):
     for shape in SHAPES:
         for layout in layouts(shape):
             ((actual, expected),) = device.run(run_operator, name, shape, layout, dtype)
@@ -86,14 +86,14 @@ def message_far_from_zero(rank, world_size):
 
 def test_mean_of_a_thousand_standard_deviations(device):
     ((mean, expected_mean, var, expected_var),) = device.run(message_far_from_zero)
-    # In float32 deviations from a number near the mean are exact. A mean of that would cost 3e-8.
+    # In float32, deviations from a number near the mean are exact; a float32 mean would cost 3e-8.
     torch.testing.assert_close(mean, expected_mean, rtol=1e-12, atol=0)
     # Reading a variance from float64 sums costs 1e-16 (mean / std)², see csrc/common/message.h; and
     # 8,000 squares and their sum are rounded to float32.
     torch.testing.assert_close(var, expected_var, rtol=1e-6, atol=0)
 
 
-# Sums that are not sound, where nothing may wait for the device: NaN, and a note.
+# Inconsistent sums, if nothing may wait for the device: NaN, and a status.
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_running_statistics_of_a_bad_channel_are_those_of_the_operator(momentum)
             torch.testing.assert_close(a, b, equal_nan=True)  # float32 rounding
 
 
-def test_sums_that_are_not_sound_raise_in_the_operators_words():
+def test_inconsistent_sums_raise_the_operators_error():
     x = make_input((4, 3), "contiguous", torch.float32)
     arguments = (None, None, None, None, None, 0.0, 1e-5)
     for count, tail_sum in ((torch.nan, 7.0), (1.0, 7.0), (4.0, 8.0)):
@@ -159,7 +159,7 @@ def test_sums_that_are_not_sound_raise_in_the_operators_words():
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("activation", NUMBERS)
 def test_nothing_waits_for_a_cuda_device(activation, momentum):
-    """Tensors without values would tell: FakeTensorMode raises where one is looked at."""
+    """FakeTensorMode raises if a value is read."""
     number = NUMBERS[activation]
     tail = torch.tensor([1.0, 0, 0], dtype=torch.float64)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -181,7 +181,7 @@ def test_nothing_waits_for_a_cuda_device(activation, momentum):
             x, x, mean, invstd, None, sums, count, 2.0, status, *through
         )
         assert dx.device == x.device
-        with pytest.raises(DataDependentOutputException):  # as it does
+        with pytest.raises(DataDependentOutputException):  # the mode works
             message.tolist()
 
 
@@ -237,7 +237,7 @@ def test_double_backward(device, activation, with_residual):
     case = (activation, torch.float32, "contiguous", with_residual, True)
     ((actual, expected),) = device.run(run_layer, *case)
     for a, b in zip(actual, expected, strict=True):
-        # The loss is of 1000 times what has been computed from outputs of order 1, rounded to
+        # The loss is of 1000 times values that were computed from outputs of order 1, rounded to
         # float32; sums of such terms cancel.
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, b.abs().max().item()))
 
@@ -283,7 +283,7 @@ def test_checkpoint_updates_once(device):
 
 
 def without_float64(rank, world_size, case):
-    """Return the error of training, and what evaluation computes before and after it."""
+    """Return the error of training, and the results of evaluation before and after it."""
     torch._dynamo.reset()
     x = make_input((4, 5, 3), "contiguous", torch.float32)
     layer = SyncBatchNorm(5, activation="silu" if case == "activation" else None)

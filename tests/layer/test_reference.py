@@ -1,4 +1,4 @@
-"""Derivatives of every order, alone and on two ranks, against the whole batch."""
+"""Derivatives of every order, in one process and on two ranks, against the whole batch."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from syncbn.ops import reference
 
 
 class Replicate(torch.autograd.Function):
-    """An input that all ranks hold alike: its gradient is the sum over the ranks'."""
+    """An input that is equal on all ranks: its gradient is the sum of the ranks' gradients."""
 
     @staticmethod
     def forward(ctx, x):
@@ -22,7 +22,7 @@ class Replicate(torch.autograd.Function):
 
 
 class SumReplicas(torch.autograd.Function):
-    """The conjugate: what each rank adds to a value that all then hold alike."""
+    """The adjoint of Replicate: the sum over the ranks, which is equal on all of them."""
 
     @staticmethod
     def forward(ctx, x):
@@ -44,7 +44,7 @@ def whole_batch():
 
 
 def layer_of_rank(rank, world_size, normalize):
-    """A function of the whole batch, computed by ranks that have a share each."""
+    """A function of the whole batch, of which each rank computes a share."""
 
     def layer(x, weight, bias):
         shares = Replicate.apply(x).tensor_split(world_size)
@@ -103,7 +103,7 @@ def derivatives_on_ranks(rank, world_size, layout):
 @pytest.mark.works("double backward, and third derivatives")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_derivatives_of_second_and_third_order_are_those_of_the_whole_batch(any_world, layout):
-    def plain(x, weight, bias):  # no batch norm operator at all: torch's third is wrong
+    def plain(x, weight, bias):  # no batch norm operator: torch's third derivative is wrong
         mean = x.mean((0, 2), keepdim=True)
         var = (x - mean).square().mean((0, 2), keepdim=True)
         return (x - mean) / (var + EPS).sqrt() * weight.view(1, -1, 1) + bias.view(1, -1, 1)
@@ -129,7 +129,7 @@ def test_reference_is_torchs_batch_norm(shape):
 
 
 def gradient_penalty(rank, world_size):
-    """As of a WGAN-GP: a gradient of the input's gradient, with an empty rank."""
+    """As in WGAN-GP: a gradient of the input's gradient, with an empty rank."""
     x = make_input((4, 2, 3), "contiguous", torch.float64)
     x = (x if rank == 0 else x[:0]).requires_grad_()
     y = sync_batch_norm(x, None, None, training=True)

@@ -1,4 +1,4 @@
-"""Writes to what autograd has saved: of the layer, and of others to what the layer saves."""
+"""Writes to tensors that autograd has saved, by the layer and by others."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_running_statistics_that_an_evaluation_saved_can_be_written():
         assert torch.equal(a, b)
 
 
-def test_statistics_are_recomputed_under_it():
+def test_statistics_are_recomputed_under_allowed_mutation():
     layer, x = SyncBatchNorm(3), torch.rand(4, 3)
     with allow_mutation_on_saved_tensors():
         recompute_statistics(layer, [x])

@@ -24,7 +24,7 @@ FLOAT64 = {"rtol": 1e-13, "atol": 1e-13}
 
 
 def make_batches(sizes=(4, 1, 7, 2), shape=(3, 2, 5), dtype=torch.float64, seed=0):
-    """Batches of different sizes, means and scales: their variances' average is another."""
+    """Batches of different sizes, means and scales: the average of their variances is wrong."""
     generator = torch.Generator().manual_seed(seed)
     values = (
         torch.randn(size, *shape, generator=generator, dtype=dtype, device="cpu") for size in sizes
@@ -57,7 +57,7 @@ def make_model():
 
 
 def state(model):
-    """All that must stay, but for the running statistics: as the bits of what is there."""
+    """All state that must stay, except running statistics, as bits."""
     return {
         "modes": {name: module.training for name, module in model.named_modules()},
         "momentum": [layer.momentum for layer in ours(model)],
@@ -87,14 +87,14 @@ def test_equals_the_whole_population(each_device, dtype, momentum):
     batches = [batch.to(each_device) for batch in make_batches(dtype=dtype)]
     buffers_dtype = torch.float64 if dtype == torch.float64 else torch.float32
     layer = SyncBatchNorm(3, momentum=momentum, dtype=buffers_dtype)
-    layer.running_mean.fill_(9.0)  # of which nothing is to be left
+    layer.running_mean.fill_(9.0)  # must be replaced
     recompute_statistics(layer, batches)
     tolerance = FLOAT64 if dtype == torch.float64 else FLOAT32
     check_statistics(layer, torch.cat(batches), 4, **tolerance)
     assert layer.momentum == momentum and layer.training
 
 
-def test_gives_an_average_that_a_bad_batch_has_tailed_new_statistics():
+def test_replaces_an_average_that_a_bad_batch_has_spoiled():
     layer, batches = SyncBatchNorm(3, momentum=None).double(), make_batches()
     layer(torch.full_like(batches[0], torch.nan))
     assert layer.running_mean.isnan().all() and layer.running_var.isnan().all()
@@ -127,11 +127,11 @@ def test_many_batches():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_layers_of_a_model_see_batch_statistics_and_all_else_stays(training):
+def test_layers_use_batch_statistics_and_other_state_stays(training):
     model, batches = make_model(), make_batches()
     model.train(training)
     model[4].eval()
-    model[1].eval()  # of its own
+    model[1].eval()  # by the program
     model(batches[0]).sum().backward()
     before, seen = state(model), {layer: [] for layer in ours(model)}
     for layer in ours(model):
@@ -141,7 +141,7 @@ def test_layers_of_a_model_see_batch_statistics_and_all_else_stays(training):
     for layer in ours(model):
         check_statistics(layer, torch.cat(seen[layer]), 4, **FLOAT64)
         assert not any(x.requires_grad for x in seen[layer])
-    # The second layer's input is what the first one makes of each batch in training.
+    # The second layer's input is the first one's output in training.
     first, inner = seen[model[1]][2], seen[model[3][1]][2]
     normalized = nn.BatchNorm2d(4).double().train()(first)
     torch.testing.assert_close(inner, model[3][0](normalized.relu()), **FLOAT64)
@@ -187,7 +187,7 @@ def failing(batches, after):
 
 
 @pytest.mark.parametrize("where", ["batches", "model", "forward"])
-def test_an_error_leaves_all_as_it_was(where):
+def test_an_error_leaves_the_model_unchanged(where):
     model, batches = make_model().train(), make_batches()
     before, statistics = state(model), buffers(model)
     calls = []
@@ -209,7 +209,7 @@ def test_an_error_leaves_all_as_it_was(where):
         handle.remove()
     assert_same(buffers(model), statistics)
     assert state(model) == before
-    # And a run that follows is not mixed with this one.
+    # A following run is not mixed with this one.
     recompute_statistics(model, batches)
     seen = torch.cat([model[0](batch) for batch in batches])
     check_statistics(model[1], seen.detach(), 4, **FLOAT64)
@@ -329,7 +329,7 @@ def test_statistics_that_the_buffers_cannot_hold_stay():
     assert layer.running_var[0] != 1
 
 
-def test_empty_batches_count_for_nothing():
+def test_empty_batches_have_no_effect():
     layer, batches = SyncBatchNorm(3).double(), make_batches()
     recompute_statistics(layer, [batches[0][:0], *batches])
     check_statistics(layer, torch.cat(batches), 4, **FLOAT64)
@@ -355,10 +355,10 @@ def test_fused_models():
     assert_as(fused, model)
 
 
-def test_compiled_models_run_as_they_are():
+def test_compiled_models():
     model, batches = make_model(), make_batches()
     compiled = torch.compile(copy.deepcopy(model), backend="eager")
-    for mode in (True, False):  # a graph of each is there
+    for mode in (True, False):  # compiles a graph of each
         compiled.train(mode)(batches[0])
     recompute_statistics(compiled, batches)
     recompute_statistics(model, batches)
@@ -388,7 +388,7 @@ def test_needs_no_tqdm_and_shows_progress_with_it(monkeypatch):
 
 
 def test_differs_from_an_average_of_variances():
-    """What update_bn gives is far from the population: the tests here could see that."""
+    """update_bn's result is far from the population's: the tests here would notice it."""
     batches = make_batches((4, 4, 4))
     averaged = nn.BatchNorm2d(3).double()
     with warnings.catch_warnings():

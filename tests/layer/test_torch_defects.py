@@ -47,7 +47,7 @@ def record_operators(rank, world_size, momentum):
 @pytest.mark.parametrize("momentum", [0.1, None])
 def test_78656_no_host_synchronization_and_no_masks_for_empty_ranks(two_ranks, momentum):
     for names in two_ranks.run(record_operators, momentum):
-        # Watched by a mode, as here, the all-reduce is the functional one; else it is c10d's own.
+        # Under a dispatch mode, as here, the all-reduce is functional; else it is c10d's own.
         collective = ["_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"]
         ours = ["syncbn::batch_norm_stats", *collective, "syncbn::batch_norm_apply"]
         # Detaching and views of bookkeeping do not touch data.

@@ -1,4 +1,4 @@
-"""Private names of torch: each still does what the package needs of it."""
+"""Private names of torch: each still works as the package needs it."""
 
 import functools
 import importlib
@@ -20,7 +20,7 @@ from syncbn import _compat
 
 
 def recorded(function, **options):
-    """The values of a function of no arguments: as a program runs it, and where make_fx does."""
+    """The values of a function of no arguments: called by a program, and under make_fx."""
     seen = []
 
     def traced(x):
@@ -302,7 +302,7 @@ def test_layers_check_their_input_by_the_method_of_this_name():
 
 
 @pytest.mark.parametrize("name", ["_current_graph_task_id", "_len_torch_dispatch_stack"])
-def test_torch_without_a_name_ends_the_import_with_words(name):
+def test_torch_without_a_private_name_fails_the_import_with_a_message(name):
     code = f"import torch; del torch._C.{name}; import syncbn"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     last = result.stderr.splitlines()[-1]
@@ -351,7 +351,7 @@ def test_parameters_and_buffers_are_those_of_the_attributes(change):
     layer = nn.BatchNorm1d(3)
     if change == "parametrized":
         nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
-    elif change == "plain tensor":  # as FSDP leaves it
+    elif change == "plain tensor":  # as under FSDP
         del layer.weight
         layer.weight = torch.zeros(3)
     held = {**getattr(layer, _compat.PARAMETERS), **getattr(layer, _compat.BUFFERS)}
@@ -360,7 +360,7 @@ def test_parameters_and_buffers_are_those_of_the_attributes(change):
         assert tensor is getattr(layer, name)
 
 
-def test_handle_of_an_operator_does_as_the_overload():
+def test_handle_of_an_operator_equals_the_overload():
     x = torch.ones(2)
     assert torch.equal(_compat.handle_of(torch.ops.aten.add.Tensor)(x, x), x + x)
 

@@ -61,7 +61,7 @@ def test_variance_that_ranks_round_below_zero_is_zero():
     totals = torch.stack([torch.tensor(1.2).double(), squares - 1e-12, torch.tensor(4.0).double()])
     buffers = (torch.zeros(1).double(), torch.ones(1).double(), None)
     _, _, invstd, _ = ops.batch_norm_apply(x, totals, None, None, *buffers, 1.0, 1e-20)
-    # The square root of eps alone; the variance would be -2.5e-13.
+    # The square root of only eps; the variance would be -2.5e-13.
     torch.testing.assert_close(invstd, torch.full_like(invstd, 1e10))
     assert buffers[1].item() == 0.0
 

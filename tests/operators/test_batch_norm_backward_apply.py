@@ -29,7 +29,7 @@ def test_grad_input_matches_float64(shape, layout, dtype):
     invstd = (var + 1e-5).rsqrt()
     channels = shape[1]
     weight = make_vector(channels, torch.float64, seed=2)
-    # Any sums and count do for the formula: those of a larger group.
+    # The formula holds for any sums and count, such as those of a larger group.
     sums = make_vector(2 * channels, torch.float64, seed=3) * 5
     count = torch.tensor([2.0 * x.numel() / channels], dtype=torch.float64)
     operands = (dy, x, mean, invstd, weight, sums, count)

@@ -152,7 +152,7 @@ def test_channels_last_and_contiguous_agree():
     torch.testing.assert_close(a, b, rtol=1e-14, atol=0.0)  # the order of double sums
 
 
-def test_sums_are_of_each_channel_alone():
+def test_each_channel_is_summed_separately():
     x = torch.zeros(2, 3, 4)
     x[:, 1] = 1.0
     assert ops.batch_norm_stats(x).tolist() == [0, 8, 0, 0, 8, 0, 8]

@@ -1,8 +1,8 @@
-"""Operators called with damaged arguments: an error or a right result, never the process's end.
+"""Operators called with damaged arguments: an error or a right result, never a crash.
 
-hypothesis draws the damages in a process of its own, which writes each example to a file before it
-runs it: so a crash tells its example. A right result is, to the bit, that of plain tensors of the
-same values, or without values of the same kind as its arguments.
+hypothesis draws the damages in a separate process, which writes each example to a file before it
+runs it, so that the example of a crash is known. A right result equals, to the bit, the result of
+plain tensors of the same values, or has no values, like its arguments.
 """
 
 import os
@@ -177,7 +177,7 @@ def as_tuple(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def run(example: Example) -> bool:
-    """Return whether the operator took the arguments; raise if its result is wrong."""
+    """Return whether the operator accepted the arguments; raise if its result is wrong."""
     valid = arguments(example.name, make_input(example.shape, example.layout, example.dtype))
     before = [a.clone() if isinstance(a, Tensor) else a for a in valid]
     args = list(valid)

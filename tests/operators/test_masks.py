@@ -1,6 +1,6 @@
-"""Operators with a mask, against float64 on the unmasked positions. On CPUs.
+"""Operators with a mask, against float64 on the unmasked positions, on CPUs.
 
-The many cases of them are of the binary, which no torch changes.
+Most cases test the binary, which is the same for every torch.
 """
 
 import math
@@ -280,7 +280,7 @@ class NoSynchronization(TorchDispatchMode):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_devices_whose_operators_take_no_mask(monkeypatch, dtype, layout, ratio):
-    """Filled positions, CUDA's only way, give the same results as the CPU's operators."""
+    """Filling masked positions, as on CUDA, gives the same results as the CPU's operators."""
     x = make_input((6, 5, 9, 7), layout, dtype, mean=ratio)
     mask = make_mask(x)
     mask[1] = False

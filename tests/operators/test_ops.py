@@ -5,7 +5,7 @@ import torch
 from support.cases import COMPILED_OPS, MASKED_OPS, OPS, arguments, make_input, operator
 
 
-# Fake kernels look at dtype and layout apart from each other: each once.
+# Fake kernels treat dtype and layout independently: each occurs once.
 @pytest.mark.usefixtures("each_device")
 @pytest.mark.parametrize(
     ("layout", "dtype"),
@@ -188,7 +188,7 @@ def test_bad_argument_is_named(each_device, name, index, make, message):
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("name", ["batch_norm_stats", "batch_norm_backward_reduce"])
 def test_stream_of_each_thread(name):
-    """It has another meaning in each thread, so there a launch's counters are allocated."""
+    """It is another stream in each thread, so a launch there allocates its counters."""
     args = arguments(name, make_input((64, 4, 28, 28), "contiguous", torch.float32))
     expected = operator(name)(*args)
     torch.cuda.synchronize()

@@ -38,9 +38,9 @@ def run_tests(level):
 
 @pytest.fixture(scope="module")
 def tests_with():
-    """The tests with each instruction set below the highest, all at once.
+    """Run the tests with each instruction set below the highest, all at once.
 
-    The highest is what all other tests run with.
+    All other tests run with the highest.
     """
     lower = LEVELS[: LEVELS.index(build_info["instruction_set"])]
     with ThreadPoolExecutor() as pool:
@@ -80,7 +80,7 @@ def test_ranks_with_different_processors_get_the_same_running_statistics():
     """From the same totals, which may differ with the instruction set."""
     highest = LEVELS.index(build_info["instruction_set"])
     if highest == 0:
-        pytest.skip("this processor has the baseline alone")
+        pytest.skip("this processor has only the baseline")
     bits = [run_with(level.lower(), "-c", RUNNING_STATISTICS) for level in LEVELS[: highest + 1]]
     assert all(run.returncode == 0 and run.stdout for run in bits), bits[0].stderr
     assert len({run.stdout for run in bits}) == 1
@@ -93,7 +93,7 @@ def test_wider_vectors_are_not_slower():
     """
     highest = LEVELS.index(build_info["instruction_set"])
     if highest == 0:
-        pytest.skip("this processor has the baseline alone")
+        pytest.skip("this processor has only the baseline")
     slower = slower_cases(highest)
     for _ in range(9):
         if slower:

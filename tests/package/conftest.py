@@ -9,6 +9,6 @@ def warnings_are_errors(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def no_make_around(monkeypatch):
-    """A make that a test starts is none of the make that runs the tests."""
+    """A make started by a test is not a sub-make of the one that runs the tests."""
     monkeypatch.delenv("MAKEFLAGS", raising=False)
     monkeypatch.delenv("MAKELEVEL", raising=False)

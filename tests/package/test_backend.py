@@ -11,7 +11,7 @@ TOOLS = 'pip install torch ninja "setuptools>=77.0.3,<82"'
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """A new environment; pip is the one that runs the tests."""
+    """A new environment, with the pip of the tests' environment."""
     folder = tmp_path_factory.mktemp("new") / "venv"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
     return folder

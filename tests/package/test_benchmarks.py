@@ -1,4 +1,4 @@
-"""The benchmarks run and say what they promise. Their figures are not judged here."""
+"""The benchmarks run and give the promised rows. Their figures are not judged here."""
 
 import csv
 import math
@@ -94,7 +94,7 @@ def test_times_are_microseconds_and_ratios_are_a_to_b_round_by_round():
     ]
 
 
-def test_only_projections_are_called_so(rows):
+def test_only_projections_are_labelled_as_such(rows):
     assert found(rows, "benchmark", "kind") == {
         ("layer", "measured"),
         ("fused", "measured"),
@@ -144,7 +144,7 @@ def test_layers_take_every_shape_that_nets_have():
             assert layer(torch.rand(case.shape)).shape == case.shape
 
 
-def test_rows_say_where_they_are_from(rows, results):
+def test_rows_name_their_origin(rows, results):
     ((torch_version, version, commit, device, date),) = found(
         rows, "torch", "syncbn", "commit", "device", "date"
     )
@@ -155,7 +155,7 @@ def test_rows_say_where_they_are_from(rows, results):
 
 
 def test_counted_bytes(rows):
-    """By the sizes of the messages: ours are of one size, the all-gather's grow with the world."""
+    """Message sizes: ours is constant, the all-gather's grows with the world."""
     channels = 64
     forward, backward = 2 * channels + 1, 2 * channels
     ours, theirs = 2 * 8 * (2 * channels + 4), 4 * (forward + backward)
@@ -172,8 +172,8 @@ def test_counted_bytes(rows):
     }
 
 
-def test_errors_of_a_wrong_layer_would_show(rows):
-    """In float32 and at a mean of one standard deviation there is rounding, and no more."""
+def test_errors_of_a_right_layer_are_rounding(rows):
+    """In float32 and at a mean of one standard deviation, errors are only rounding."""
     near = select(rows, benchmark="accuracy", case="mean/std 1e+00", dtype="float32")
     assert len(near) == 8
     assert all(0 < row.median < 1e-6 for row in near)
@@ -201,9 +201,9 @@ for _ in range(5):
     x + 1
 print(faults() - before)
 """
-    huge_pages = 5 * 4 * (10 << 20) // (2 << 20)  # of small ones it would be 512 times as many
+    huge_pages = 5 * 4 * (10 << 20) // (2 << 20)  # small ones: 512 times as many
     assert int(execute("-c", code, **ALLOCATORS["tuned"]).stdout) < huge_pages / 2
-    assert int(execute("-c", code).stdout) >= huge_pages  # or there would be nothing to tune
+    assert int(execute("-c", code).stdout) >= huge_pages  # else there would be nothing to tune
 
 
 def test_each_way_of_masks_has_its_ratio():
@@ -240,7 +240,7 @@ measure(TINY, ["eager"], torch.device("cpu"), 1)
     assert "expected 40 collectives in a step, but counted 0" in result.stderr
 
 
-def test_host_time_is_told_with_its_ratio():
+def test_host_time_is_printed_with_its_ratio():
     result = execute("-m", "benchmarks.host", "one", "--rounds", "2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("syncbn, residual and ReLU") == 2  # of minima and medians
@@ -249,7 +249,7 @@ def test_host_time_is_told_with_its_ratio():
 
 @pytest.fixture
 def installed(tmp_path):
-    """A folder before the project's, as site-packages are: with another syncbn, which says so."""
+    """A folder that precedes the project's, like site-packages; its syncbn exits with a message."""
     (tmp_path / "syncbn").mkdir()
     (tmp_path / "syncbn/__init__.py").write_text("raise SystemExit('the installed one')")
     return tmp_path
@@ -264,7 +264,7 @@ def installed(tmp_path):
         ("-c", "import benchmarks, syncbn"),
     ],
 )
-def test_installed_package_is_measured_and_not_the_folder_of_its_sources(installed, command):
+def test_installed_package_is_measured_instead_of_the_sources(installed, command):
     assert execute(*command, PYTHONPATH=str(installed)).stderr == "the installed one\n"
 
 
@@ -275,13 +275,13 @@ print(find_spec("syncbn").origin, sys.path[-1])
 """
 
 
-def test_sources_are_measured_where_they_are_asked_for(installed):
-    """As by tools.gpu_check, which builds in place."""
+def test_sources_are_measured_if_the_path_names_them(installed):
+    """tools.gpu_check does so, because it builds in place."""
     result = execute("-c", FIND, PYTHONPATH=f"{ROOT}{os.pathsep}{installed}")
     assert result.stdout.split()[0] == str(ROOT / "syncbn/__init__.py"), result.stderr
 
 
-def test_sources_are_found_where_nothing_is_installed():
+def test_sources_are_found_if_nothing_is_installed():
     # Without site-packages, where torch lies, too.
     result = execute("-S", "-c", FIND, PYTHONPATH="")
     assert result.stdout.split() == [str(ROOT / "syncbn/__init__.py"), str(ROOT)], result.stderr

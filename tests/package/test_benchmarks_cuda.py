@@ -1,4 +1,4 @@
-"""The benchmarks of GPUs, as far as they run without one. Their figures are not judged here."""
+"""The parts of the GPU benchmarks that run without one. Their figures are not judged here."""
 
 import itertools
 from collections import Counter
@@ -30,7 +30,7 @@ CPU = torch.device("cpu")
 
 
 class Ordinary(torch.nn.modules.batchnorm._BatchNorm):
-    """In place of torch's layer, which refuses CPUs."""
+    """Replaces torch's layer, which refuses CPUs."""
 
     def _check_input_dim(self, input):
         pass
@@ -176,7 +176,7 @@ def test_resnet50_has_the_layers_that_are_timed():
 
 
 def launch_events():
-    """A trace as torch's profiler writes it, cut down to what is read."""
+    """A trace as torch's profiler writes it, reduced to the fields that are read."""
     begin = {"ph": "X", "cat": "user_annotation", "ts": 100.0, "dur": 50.0}
     return [
         {**begin, "name": "the call whose launches are counted"},
@@ -193,7 +193,7 @@ def launch_events():
 
 
 def test_launches_are_read_off_a_trace():
-    """What waits before or after the call is not the call's."""
+    """Waits before or after the call do not count."""
     assert read_launches(launch_events()) == (
         ["stats_kernel"],
         ["Memcpy DtoH", "Memset"],
@@ -206,7 +206,7 @@ def test_trace_without_the_call_is_an_error():
         read_launches(launch_events()[1:])
 
 
-def test_page_is_of_nets_and_single_cases(results):
+def test_page_shows_nets_and_single_cases(results):
     _, above, lines, below, _ = report.page([files.read(results)]).split("\n\n")
     assert " on a GPU, relative to `torch.nn.SyncBatchNorm`:" in " ".join(above.split())
     below = " ".join(below.split())
@@ -219,7 +219,7 @@ def test_page_is_of_nets_and_single_cases(results):
     assert shown["small layer"] == ("8x16x4x4", [True, False, False, False])
 
 
-def test_without_a_gpu_it_says_so():
+def test_without_a_gpu_it_exits_with_a_message():
     result = run("run", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert "no CUDA operators" in result.stderr or "no CUDA device" in result.stderr

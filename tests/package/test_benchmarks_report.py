@@ -61,7 +61,7 @@ def results(rows, tmp_path):
 
 
 def changed(rows, factor, **columns):
-    """Return the rows with the ratios to torch of those with such columns multiplied."""
+    """Return the rows; ratios to torch are multiplied in those with such columns."""
     return [
         replace(row, median=factor * row.median)
         if row.variant == "torch/syncbn" and all(getattr(row, n) == v for n, v in columns.items())
@@ -75,7 +75,7 @@ def test_compare_passes_equal_files(results):
     assert (result.returncode, result.stdout) == (0, "nothing became slower\n"), result.stderr
 
 
-def test_compare_finds_what_became_slower_beyond_the_tolerance(rows, results, tmp_path):
+def test_compare_finds_regressions_beyond_the_tolerance(rows, results, tmp_path):
     worse = tmp_path / "new.csv"
     write(worse, changed(rows, 0.8, benchmark="overhead", threads=8, allocator="tuned"))
     result = run("compare", results, worse)
@@ -88,12 +88,12 @@ def test_compare_finds_what_became_slower_beyond_the_tolerance(rows, results, tm
     assert run("compare", worse, results).returncode == 0  # faster is no regression
 
 
-def test_compare_counts_what_is_no_number_as_slower(rows):
+def test_compare_counts_nan_as_slower(rows):
     (line,) = regressions(rows, changed(rows, float("nan"), case="2-D"), 0.1)
     assert line.endswith("1.00 -> nan times torch")
 
 
-def test_compare_refuses_what_cannot_be_compared(rows):
+def test_compare_refuses_incomparable_results(rows):
     other = [replace(row, device="slide rule") for row in rows]
     with pytest.raises(ValueError, match="expected results of one device, but got .*abacus"):
         regressions(rows, other, 0.1)
@@ -102,7 +102,7 @@ def test_compare_refuses_what_cannot_be_compared(rows):
         regressions(rows, times, 0.1)
 
 
-def test_table_of_the_readme_shows_what_it_names_and_nothing_else(rows):
+def test_table_of_the_readme_shows_only_the_named_cases(rows):
     above, device, lines, below = report.text([rows]).split("\n\n")
     assert above.replace("\n", " ") == report.ABOVE_ALL
     assert device.replace("\n", " ") == (
@@ -144,7 +144,7 @@ def test_whole_steps_come_first(rows):
     assert above.replace("\n", " ") == report.ABOVE_ALL
 
 
-def test_whole_steps_on_a_gpu_tell_their_memory():
+def test_whole_steps_on_a_gpu_show_their_memory():
     of_gpu = steps("eager", "BatchNorm2d", step=21.14, **{"peak of memory": 4100.4})
     assert "| BatchNorm2d | 21.1 ms, 4100 MiB |" in report.text([of_gpu])
 
@@ -195,7 +195,7 @@ def test_tables_are_of_each_device(rows, results, root):
 
 
 @pytest.mark.parametrize("block", DOCUMENTS.values())
-def test_without_results_the_table_says_how_to_get_them(block):
+def test_without_results_the_table_gives_advice(block):
     assert "make bench" in block([])
 
 

@@ -1,4 +1,4 @@
-"""The examples in the public docstrings run, and print what they say."""
+"""The examples in the public docstrings run, and print the shown output."""
 
 import doctest
 

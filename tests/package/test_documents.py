@@ -58,7 +58,7 @@ def test_quoted_message_is_in_the_file_of_its_test(trouble):
 
 
 def record(folder, *arguments, **options):
-    """Return what a run of pytest records."""
+    """Return the recording of a run of pytest."""
     command = [sys.executable, "-m", "pytest", "-q", f"--works={folder}", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
     assert result.returncode in (0, 1), result.stdout + result.stderr
@@ -139,7 +139,7 @@ def test_outcomes_are_counted(sample):
     }
 
 
-def test_table_says_what_became_of_the_tests(sample):
+def test_table_shows_the_outcomes_of_the_tests(sample):
     other = {**sample, "torch": "9.10.0"}
     head, _, *rows = [line.split(" | ") for line in documents.works([sample, other]).splitlines()]
     assert head == ["| what", f"torch {VERSION}", "torch 9.10.0", "tests |"]

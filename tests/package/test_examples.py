@@ -41,7 +41,7 @@ def test_digits_trains_three_ways_and_compares_them(tmp_path):
 
 @pytest.fixture
 def stopped(tmp_path, monkeypatch, capsys):
-    """A function that runs an example in this process until it stops, and returns its words."""
+    """A function that runs an example in this process until it exits, and returns its output."""
 
     def run_until_it_stops(name, *arguments, rank=None):
         monkeypatch.chdir(tmp_path)
@@ -60,7 +60,7 @@ def stopped(tmp_path, monkeypatch, capsys):
     ("name", "missing"),
     [("digits.py", "--output=missing/a.png"), ("resnet18.py", "--checkpoint=missing/a.pt")],
 )
-def test_bad_arguments_are_a_sentence_before_any_training(stopped, name, missing):
+def test_bad_arguments_are_reported_before_any_training(stopped, name, missing):
     assert "start it by torchrun" in stopped(name)
     assert "there is no folder missing" in stopped(name, missing, rank="0")
 
@@ -73,7 +73,7 @@ def test_bad_arguments_are_a_sentence_before_any_training(stopped, name, missing
         ("resnet18.py --checkpoint=junk", "junk is no checkpoint of this training"),
     ],
 )
-def test_bad_start_is_a_sentence(tmp_path, command, words):
+def test_bad_start_is_reported_in_one_line(tmp_path, command, words):
     (tmp_path / "junk").write_bytes(b"junk")
     name, *arguments = command.split()
     one_rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
@@ -114,7 +114,7 @@ def test_code_of_the_tutorial_is_all_of_the_example():
 def test_notebook_prints_tables_like_the_stored_ones(tmp_path, monkeypatch, capfd):
     """After one step, so that the accuracies differ."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as the notebook, which would not set it back
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # the notebook sets it without resetting it
     cells = json.loads((EXAMPLES / "small_batches.ipynb").read_text())["cells"]
     program, launch = [cell for cell in cells if cell["cell_type"] == "code"]
     magic, *lines = program["source"]
@@ -129,7 +129,7 @@ def test_notebook_prints_tables_like_the_stored_ones(tmp_path, monkeypatch, capf
     assert printed == stored and stored.count("%") == 24
 
 
-# Each checkpoint is kept in a file of its own: that of epoch 1 is what an interruption leaves.
+# Keeps each checkpoint in its own file: an interruption leaves the one of epoch 1.
 LAUNCHER = """
 import os, runpy, shutil, sys
 replace, written = os.replace, []
@@ -145,7 +145,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def test_resnet18_that_goes_on_is_the_one_that_was_not_interrupted(tmp_path, monkeypatch):
+def test_resumed_resnet18_equals_the_uninterrupted_one(tmp_path, monkeypatch):
     # tests/compile compiles a smaller net; Inductor takes minutes for this one.
     monkeypatch.setenv("TORCH_COMPILE_DISABLE", "1")
     (tmp_path / "launcher.py").write_text(LAUNCHER)

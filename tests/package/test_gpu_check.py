@@ -1,4 +1,4 @@
-"""``python -m tools.gpu_check``, as far as it goes without a GPU."""
+"""The parts of ``python -m tools.gpu_check`` that run without a GPU."""
 
 import os
 import re
@@ -26,7 +26,7 @@ def part(name, code, seconds=30):
     return Part(name, [sys.executable, "-c", code], seconds, {"GREETING": "hello"})
 
 
-def test_without_a_gpu_it_ends_with_words(tmp_path):
+def test_without_a_gpu_it_exits_with_a_message(tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "tools.gpu_check", str(tmp_path / "out")],
         cwd=ROOT,
@@ -40,7 +40,7 @@ def test_without_a_gpu_it_ends_with_words(tmp_path):
 
 
 @pytest.mark.parametrize(("option", "outcome"), [("-ra", "skipped"), ("--require-cuda", "error")])
-def test_cuda_tests_tell_why_they_cannot_run(option, outcome):
+def test_cuda_tests_give_the_reason_why_they_cannot_run(option, outcome):
     command = [*PYTEST, "tests/cuda/test_graphs.py", "-q", option]
     result = subprocess.run(
         [*command, "-k", "empty_batch"],
@@ -60,14 +60,14 @@ def test_limits_leave_a_minute_of_ten_and_files_are_few():
     assert len(logs) == len(set(logs)) <= 8 - len(("benchmark.csv", "summary.txt"))
 
 
-def test_benchmark_is_a_program_that_is_there():
+def test_program_of_the_benchmark_exists():
     (benchmark,) = gpu_check.stages(Path("out"))[-1]
     (_, option, module, path, suite) = benchmark.command
     assert (option, path) == ("-m", "out/benchmark.csv") and suite in CUDA_SUITES
     assert find_spec(module) is not None
 
 
-def test_parts_run_at_once_and_their_results_are_told(tmp_path):
+def test_parts_run_at_once_and_their_results_are_reported(tmp_path):
     wait = "import pathlib, time\nwhile not pathlib.Path({!r}).exists(): time.sleep(0.1)"
     mark = tmp_path / "mark"
     outcomes = gpu_check.run_at_once(
@@ -82,7 +82,7 @@ def test_parts_run_at_once_and_their_results_are_told(tmp_path):
     assert [str(outcome).split()[-1] for outcome in outcomes] == ["seen", "hello", "word"]
 
 
-def test_part_at_its_limit_is_stopped_with_what_it_started(tmp_path):
+def test_part_at_its_limit_is_stopped_with_its_child_processes(tmp_path):
     pid = tmp_path / "pid"
     hang = Part("hangs", ["sh", "-c", f"sleep 300 & echo $! > {pid}; wait"], 10, {})
     (outcome,) = gpu_check.run_at_once([hang], tmp_path)
@@ -90,7 +90,7 @@ def test_part_at_its_limit_is_stopped_with_what_it_started(tmp_path):
     state = Path(f"/proc/{pid.read_text().strip()}/stat")
 
     def is_gone() -> bool:
-        # Or killed and not yet asked for by whoever has inherited it.
+        # Or a zombie that its new parent has not collected yet.
         return not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
 
     while not is_gone():  # it takes a moment to end

@@ -12,7 +12,7 @@ from support.paths import ROOT
 PACKAGE = ROOT / "syncbn"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
-# Each folder of csrc, and what it may include of csrc and of torch.
+# Each folder of csrc, and its permitted includes of csrc and of torch.
 MAY_INCLUDE = {
     "csrc": {"common", "cpu"},
     "csrc/common": {"common", "torch"},
@@ -22,14 +22,14 @@ MAY_INCLUDE = {
 }
 
 
-def test_rooms_import_one_way():
+def test_packages_import_one_way():
     """The contract is in pyproject.toml."""
     linter = Path(sys.executable).parent / "lint-imports"
     result = subprocess.run([linter, "--no-cache"], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout
 
 
-# Underscored names of others than torch: namedtuple's, and our own.
+# Underscored names that are not torch's: namedtuple's, and our own.
 OWN_NAMES = {
     "_C",
     "_check_input_dim",  # of torch's layers, _compat.INPUT_CHECK
@@ -55,7 +55,7 @@ OWN_NAMES = {
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "_compat.py"])
-def test_private_names_of_torch_stand_in_one_file(name):
+def test_private_names_of_torch_are_in_one_file(name):
     tree = ast.parse((PACKAGE / name).read_text())
     found = set()
     for node in ast.walk(tree):
@@ -70,7 +70,7 @@ def test_private_names_of_torch_stand_in_one_file(name):
     assert not private - OWN_NAMES
 
 
-# torch's functions that make a tensor on the default device, which is a program's to choose.
+# torch's functions that make a tensor on the default device, which the program chooses.
 FACTORIES = re.compile(
     r"torch\.(arange|as_?tensor|as_?array|empty(_strided)?|eye|full|(lin|log)space|ones|rand(int|n|perm)?"
     r"|scalar_tensor|tensor|zeros|Generator)"
@@ -114,9 +114,9 @@ def test_includes_run_one_way(folder):
                 assert target.parent.name in MAY_INCLUDE[folder], (path, include)
 
 
-def test_kernels_and_what_they_include_know_no_torch():
+def test_kernels_and_their_includes_need_no_torch():
     files = [*(ROOT / "csrc/cuda/kernels").iterdir()]
-    for path in files:  # grows by what each includes
+    for path in files:  # grows by each file's includes
         text = path.read_text()
         assert not re.search(r"torch/|stable\.h", text), path
         included = {(path.parent / name).resolve() for name in re.findall(r'#include "(.+)"', text)}

@@ -50,7 +50,7 @@ def run(tmp_path, monkeypatch, capsys):
     sys.modules.pop("models", None)
 
 
-def test_info_is_what_a_bug_report_needs(tmp_path):
+def test_info_has_the_facts_that_a_bug_report_needs(tmp_path):
     command = [sys.executable, "-m", "syncbn", "info"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     printed = dict(line.split(":", 1) for line in result.stdout.splitlines())
@@ -80,7 +80,7 @@ def test_explain_downloads_no_weights(run, monkeypatch):
         ("models.lazy", "does not know its number of channels"),
     ],
 )
-def test_model_that_cannot_be_explained_is_a_sentence(run, capsys, model, words):
+def test_model_that_cannot_be_explained_is_reported_in_one_line(run, capsys, model, words):
     with pytest.raises(SystemExit, match="2"):
         run("explain", model)
     assert words in capsys.readouterr().err.splitlines()[-1]

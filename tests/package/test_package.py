@@ -1,4 +1,4 @@
-"""The package: its binaries, what importing and building refuse."""
+"""The package: its binaries, and errors of importing and building."""
 
 import re
 import shutil
@@ -97,7 +97,7 @@ def build(tmp_path, *command, prepare="", **environment):
 
 @pytest.mark.any_torch
 @pytest.mark.parametrize("name", ["/nonexistent", "g++-of-nobody --option", ""])
-def test_compiler_that_is_not_there_is_an_error_with_the_way_out(tmp_path, name):
+def test_missing_compiler_is_an_error_that_says_what_to_do(tmp_path, name):
     result = build(tmp_path, CXX=name)
     assert result.returncode == 1
     last_line = result.stderr.splitlines()[-1]
@@ -106,7 +106,7 @@ def test_compiler_that_is_not_there_is_an_error_with_the_way_out(tmp_path, name)
 
 
 @pytest.mark.any_torch
-def test_compiler_of_several_words_is_found(tmp_path):
+def test_compiler_command_of_several_words_is_found(tmp_path):
     result = build(tmp_path, CXX="false g++")
     assert result.returncode == 1 and "needs a C++ compiler" not in result.stderr
 
@@ -131,7 +131,7 @@ def test_no_compiler_on_path_is_an_error_with_the_way_out(tmp_path, monkeypatch,
     assert there != "ninja" or "no c++" in last_line
 
 
-# Writes an empty file in the place of each object and of the library.
+# Writes an empty file in place of each object and of the library.
 COMPILER = """#!/bin/sh
 while [ $# -gt 1 ]; do
     if [ "$1" = -o ]; then : > "$2"; fi
@@ -215,7 +215,7 @@ print(len(set(sys.modules) - before), "torch._dynamo" in sys.modules)
 
 
 @pytest.mark.any_torch
-def test_import_and_eager_training_take_no_compiler():
+def test_import_and_eager_training_import_no_compiler():
     """Dynamo's import is 900 modules, 120 MiB and a second of processor time."""
     output = subprocess.run(
         [sys.executable, "-c", IMPORT], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""The README is a promise: its code runs, its commands exist, its links lead somewhere."""
+"""The README's code runs, its commands exist, and its links resolve."""
 
 import os
 import re
@@ -106,7 +106,7 @@ def test_make_knows_the_target(target):
 
 
 @pytest.mark.parametrize(("python", "installs"), [(sys.executable, False), ("false", True)])
-def test_demo_installs_syncbn_only_where_python_lacks_it(tmp_path, python, installs):
+def test_demo_installs_syncbn_only_if_python_lacks_it(tmp_path, python, installs):
     command = ["make", "-n", "demo", f"PYTHON={python}", f"VENV={tmp_path}/venv"]
     env = {**os.environ, "PYTHONSAFEPATH": ""}  # as users call it
     printed = subprocess.run(
@@ -116,7 +116,7 @@ def test_demo_installs_syncbn_only_where_python_lacks_it(tmp_path, python, insta
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
-def test_links_lead_somewhere(document):
+def test_links_resolve(document):
     for target in re.findall(r"\]\((?!http)([^)#]+)", document.read_text()):
         assert (document.parent / target).exists(), target
 

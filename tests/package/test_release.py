@@ -1,4 +1,4 @@
-"""One place for the version, what a release needs, and what is pinned."""
+"""One place for the version, the needs of a release, and pinned tools."""
 
 import re
 from importlib import metadata
@@ -22,8 +22,8 @@ def test_version_is_that_of_setup_py():
     assert re.fullmatch(r"\d+\.\d+\.\d+", syncbn.__version__)
 
 
-def test_version_stands_in_one_place():
-    """But for documents, and for results, which say what they are of. The citation has the same."""
+def test_version_is_in_one_place():
+    """Except documents, and results, which name their version. The citation has the same."""
     found = [
         path.name
         for pattern in ("*.py", "*.toml", "*.cff", "syncbn/**/*.py", "csrc/**/*.*", "tools/*.py")
@@ -53,7 +53,7 @@ def test_a_release_that_is_ready_has_no_problems():
         (TAG, release.url(), DATED.replace("2026-12-01", "2026-12-02"), "in CITATION.cff"),
     ],
 )
-def test_what_is_not_ready_is_said(tag, address, changelog, words):
+def test_problems_of_an_unready_release_are_reported(tag, address, changelog, words):
     (problem,) = release.problems(tag, address, changelog, CITATION)
     assert words in problem
 

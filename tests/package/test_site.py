@@ -1,4 +1,4 @@
-"""The documentation site: `make docs` builds it, and fails where something in it is wrong."""
+"""The documentation site: `make docs` builds it, and fails if a part is wrong."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def checkout(tmp_path):
-    """What the site is made of, to be broken."""
+    """A copy of the site's sources, which tests break."""
     for name in ("benchmarks", "docs", "syncbn", "tools"):
         ignored = shutil.ignore_patterns("*.so", "__pycache__")
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
@@ -94,7 +94,7 @@ def test_nothing_is_fetched_from_elsewhere(site):
             r'<(?:script|img|link rel="(?!canonical))[^>]*(?:src|href)="(http[^"]*)', text
         )
         assert fetched == [], page
-        assert 'data-md-component="source"' not in text  # Material's program asks GitHub for it
+        assert 'data-md-component="source"' not in text  # Material's script queries GitHub
 
 
 def append(path, text):
@@ -102,7 +102,7 @@ def append(path, text):
         file.write(f"\n\n{text}\n")
 
 
-def test_what_is_wrong_in_the_api_page_fails_the_build(checkout):
+def test_faulty_api_page_fails_the_build(checkout):
     append(checkout / "docs/api.md", "::: syncbn.gone")
     result = build(checkout, checkout / "site")
     assert result.returncode != 0 and "gone, which is not public" in result.stderr, result.stderr

@@ -1,4 +1,4 @@
-"""What is released: the checks of wheels, the sdist and its metadata, cibuildwheel's settings."""
+"""Releases: the checks of wheels, the sdist and its metadata, cibuildwheel's settings."""
 
 import email
 import re
@@ -35,7 +35,7 @@ WHEEL = f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: {TAG
 
 
 def write_wheel(folder, changes=(), name=NAME):
-    """Write a wheel of what is installed; ``changes`` have other contents, or None for none."""
+    """Write a wheel of the installed package; ``changes`` maps files to new contents or None."""
     files = {
         f"syncbn/{path.relative_to(PACKAGE).as_posix()}": path.read_bytes()
         for path in (*PACKAGE.rglob("*.py"), *PACKAGE.glob("*.pyi"), *PACKAGE.glob("*.so"))
@@ -51,7 +51,7 @@ def write_wheel(folder, changes=(), name=NAME):
     return folder / name
 
 
-def test_a_wheel_of_what_is_installed_passes(tmp_path):
+def test_a_wheel_of_the_installed_package_passes(tmp_path):
     assert wheels.problems(write_wheel(tmp_path)) == []
 
 
@@ -68,12 +68,12 @@ def test_a_wheel_of_what_is_installed_passes(tmp_path):
         ),
     ],
 )
-def test_what_is_wrong_in_a_wheel_is_found(tmp_path, changes, words):
+def test_faulty_wheel_is_refused(tmp_path, changes, words):
     (problem,) = wheels.problems(write_wheel(tmp_path, changes))
     assert words in problem
 
 
-def test_library_that_needs_one_torch_is_found(tmp_path):
+def test_library_that_needs_one_torch_is_refused(tmp_path):
     """Such as one of torch's own, written against the ABI that each torch changes."""
     library = Path(torch.__file__).parent / "lib" / "libshm.so"
     changes = {"syncbn/_other.so": library.read_bytes()}
@@ -81,13 +81,13 @@ def test_library_that_needs_one_torch_is_found(tmp_path):
     assert any("UNSTABLE" in problem for problem in problems), problems
 
 
-def test_wheel_whose_library_is_of_another_python_is_found(tmp_path):
+def test_library_for_another_python_is_refused(tmp_path):
     name = NAME.replace(PYTHON, "cp39")
     (problem,) = wheels.problems(write_wheel(tmp_path, name=name))
     assert "expected syncbn/_C.cpython-39-x86_64-linux-gnu.so in" in problem
 
 
-def test_wheel_that_does_not_say_its_python_is_found(tmp_path):
+def test_wheel_name_without_a_python_is_refused(tmp_path):
     name = NAME.replace(f"{PYTHON}-{PYTHON}", "py3-none")
     assert any(
         "SYSTEM.whl, but got" in p for p in wheels.problems(write_wheel(tmp_path, name=name))
@@ -106,15 +106,15 @@ def sdist(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def metadata(sdist):
-    """Wheels have the same: setup.py writes both."""
+    """Metadata of wheels is the same: setup.py writes both."""
     with tarfile.open(sdist) as file:
         return file.extractfile(f"syncbn-{release.version()}/PKG-INFO").read().decode()
 
 
-def test_sdist_holds_what_git_does(sdist):
+def test_sdist_holds_the_files_of_git(sdist):
     """So that it builds the same from a folder without git."""
     if not (ROOT / ".git").exists():
-        pytest.skip("no checkout of git is here to compare with")
+        pytest.skip("not in a git checkout")
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
@@ -140,7 +140,7 @@ def test_description_is_the_readme_with_links_to_files_of_this_version(metadata)
     assert re.sub(files, "", description).strip() == (ROOT / "README.md").read_text().strip()
 
 
-def test_metadata_says_for_what_and_where(metadata):
+def test_metadata_names_license_links_and_pythons(metadata):
     headers = email.message_from_string(metadata)
     assert headers["License-Expression"] == "BSD-3-Clause" and headers["Author"]
     urls = dict(line.split(", ") for line in headers.get_all("Project-URL"))

@@ -1,4 +1,4 @@
-"""What GitHub reads: workflows, the forms of issues, dependabot's settings, the citation."""
+"""Files that GitHub reads: workflows, forms of issues, dependabot's settings, the citation."""
 
 import re
 import subprocess
@@ -40,7 +40,7 @@ def test_workflows_are_valid():
 
 
 def test_actions_are_named_by_commit():
-    """A tag can be moved to other code; the comment behind it says which version the commit is."""
+    """A tag can be moved to other code; a comment names the commit's version."""
     for workflow in WORKFLOWS:
         for line in re.findall(r"uses: (.*)", workflow.read_text()):
             assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[\d.]+", line), (
@@ -48,7 +48,7 @@ def test_actions_are_named_by_commit():
             )
 
 
-def test_workflows_call_what_the_project_has():
+def test_workflows_call_programs_of_the_project():
     """They hold no commands of their own, which nobody could run elsewhere."""
     commands = [c for w in WORKFLOWS for c in re.findall(r"run: (.*)", w.read_text())]
     assert ".ci/run" in commands
@@ -86,5 +86,5 @@ def test_forms_and_settings_are_valid(path, schema):
         ("performance", "python -m benchmarks compare OLD.csv NEW.csv"),
     ],
 )
-def test_forms_ask_for_what_the_project_prints(form, asked):
+def test_forms_ask_for_commands_of_the_project(form, asked):
     assert asked in (ROOT / f".github/ISSUE_TEMPLATE/{form}.yml").read_text()

@@ -19,7 +19,7 @@ SECONDS = 10  # a busy machine takes less; the group's timeout is 40
 
 
 class Own(nn.BatchNorm1d):
-    """A user's layer, which fails before, in or after its call of ours."""
+    """A user's layer, which fails before, during or after its call of ours."""
 
     fails = ""
 
@@ -151,7 +151,7 @@ def fail_after(rank, world_size):
     return model(batch()).sum().item()
 
 
-def test_failure_after_a_pass_aborts_no_other(two_ranks):
+def test_failure_after_a_pass_does_not_abort_the_next(two_ranks):
     assert abs(sum(two_ranks.run(fail_after))) < 1e-4  # the mean of the whole batch is 0
 
 

@@ -1,4 +1,4 @@
-"""How ranks agree on their passes: when they ask each other, and what they hear of each other."""
+"""How ranks agree on their passes: when they compare them, and messages on others' passes."""
 
 import itertools
 import re
@@ -38,7 +38,7 @@ def change_together(rank, world_size, late):
 
 
 class Late(nn.Module):
-    """Comes later than other ranks wait."""
+    """Comes after the other ranks have stopped waiting."""
 
     num_features = 1
 
@@ -49,7 +49,7 @@ class Late(nn.Module):
 
 @pytest.mark.parametrize("late", [False, True])
 def test_ranks_that_change_together_agree_once(two_ranks, late):
-    """Late ranks in a message of the size that was expected, of 4 channels for 5."""
+    """Late ranks agree in a message of the expected size: 12 instead of 14 values."""
     with_b, with_c = [10, 12, 12, 10], [10, 14, 14, 10]
     first = [10, 12, *with_c[1:]] if late else with_c
     for sent in two_ranks.run(change_together, late):
@@ -57,7 +57,7 @@ def test_ranks_that_change_together_agree_once(two_ranks, late):
 
 
 class Subclass(torch.Tensor):
-    """As MONAI's and fastai's tensors."""
+    """Like MONAI's and fastai's tensors."""
 
 
 def part_with_a_subclass(rank, world_size, backward):
@@ -84,12 +84,12 @@ def part_with_a_subclass(rank, world_size, backward):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_ranks_part_with_inputs_of_a_tensor_subclass(backward, two_ranks):
-    """Told in words, as with plain tensors, and not by gloo's end of a process."""
+    """All ranks raise, as with plain tensors; gloo does not end a process."""
     two_ranks.run(part_with_a_subclass, backward)
 
 
 def expect_different_sizes(rank, world_size):
-    """Rank 1 has made other steps with the layer before, which no rank heard."""
+    """Rank 1 has run other steps with the layer before, unknown to the others."""
     group, layer, other = dist.group.WORLD, SyncBatchNorm(3), SyncBatchNorm(4)
     state = group_state(group)
     state.record(layer._syncbn.identity, "forward").add_size(10 + 2 * rank)
@@ -99,7 +99,7 @@ def expect_different_sizes(rank, world_size):
     return [message.numel() for message in messages]
 
 
-def test_ranks_that_expect_different_sizes_expect_nothing(two_ranks):
+def test_ranks_with_different_predictions_predict_no_size(two_ranks):
     assert two_ranks.run(expect_different_sizes) == [[10, 12]] * 2
 
 
@@ -110,7 +110,7 @@ def call_the_function(rank, world_size):
     return [message.numel() for message in messages]
 
 
-def test_calls_of_the_function_expect_nothing(two_ranks):
+def test_calls_of_the_function_predict_no_size(two_ranks):
     """The next one may belong to any layer."""
     assert two_ranks.run(call_the_function) == [[10, 10, 12, 10, 12, 14]] * 2
 
@@ -132,7 +132,7 @@ def test_ranks_that_disagree_know_each_others_pass(three_ranks):
 
 
 def disagree_without_a_gradient(rank, world_size):
-    """The inputs need no gradient, and rank 1 begins with the other layer's backward pass."""
+    """The inputs need no gradient; rank 1 begins with the other layer's backward pass."""
     layers = [SyncBatchNorm(3), SyncBatchNorm(3)]
     for number, layer in enumerate(layers):
         layer._syncbn = layer._syncbn.with_name(f"bn{number}")
@@ -145,7 +145,7 @@ def test_backward_passes_without_a_gradient_of_the_input_are_verified(two_ranks)
     two_ranks.run(disagree_without_a_gradient)
 
 
-def go_on_after_a_failure(rank, world_size):
+def continue_after_a_failure(rank, world_size):
     layers = SyncBatchNorm(3), SyncBatchNorm(4)
     step(*layers)
     step(*layers)
@@ -156,14 +156,14 @@ def go_on_after_a_failure(rank, world_size):
     return [message.numel() for message in messages], layers[0].running_mean
 
 
-def test_ranks_go_on_together_after_a_disagreement(two_ranks):
-    (sizes, mean), (other_sizes, other_mean) = two_ranks.run(go_on_after_a_failure)
+def test_ranks_continue_together_after_a_disagreement(two_ranks):
+    (sizes, mean), (other_sizes, other_mean) = two_ranks.run(continue_after_a_failure)
     assert sizes == other_sizes == [10, 12, 12, 10]
     assert torch.equal(mean, other_mean)
 
 
 def make_a_mistake_twice(rank, world_size):
-    """Rank 1 has another layer, and all go on after the error, as a loop does that catches it."""
+    """Rank 1 has another layer; all continue after the error, like a loop that catches it."""
     a, b, c = SyncBatchNorm(3), SyncBatchNorm(4), SyncBatchNorm(5)
     for _ in range(2):
         with pytest.raises((ValueError, RuntimeError), match="same channels|aborted"):
@@ -173,12 +173,12 @@ def make_a_mistake_twice(rank, world_size):
     return [message.numel() for message in messages]
 
 
-def test_a_mistake_is_not_learned(three_ranks):
+def test_a_failed_pass_is_not_predicted(three_ranks):
     assert three_ranks.run(make_a_mistake_twice) == [[10, 12, 12, 10]] * 3
 
 
 def train_with_another_past(rank, world_size):
-    """Rank 1 has made a layer anew, and does not know what has followed it elsewhere."""
+    """Rank 1 has recreated a layer, and does not know which layers followed it elsewhere."""
     a, b, c = SyncBatchNorm(3), SyncBatchNorm(4), SyncBatchNorm(5)
     for second in (b, c, b):
         step(a, second)
@@ -190,13 +190,13 @@ def train_with_another_past(rank, world_size):
     return [message.numel() for message in messages]
 
 
-def test_ranks_of_different_pasts_fit_together(two_ranks):
+def test_ranks_with_different_histories_agree(two_ranks):
     with_b, with_c = [10, 12, 12, 10], [10, 14, 14, 10]
     assert two_ranks.run(train_with_another_past) == [[*with_b, *with_b, *with_c]] * 2
 
 
 def abort_after_sends(rank, world_size):
-    """Ranks 0 and 1 have made an operation that rank 2 has not: the store is no place to meet."""
+    """Ranks 0 and 1 have run an operation that rank 2 has not: ranks cannot meet in the store."""
     if rank < 2:
         dist.send(torch.ones(1), 1) if rank == 0 else dist.recv(torch.ones(1), 0)
     layer = SyncBatchNorm(3)
@@ -235,7 +235,7 @@ def test_recomputation_may_get_the_sums_of_the_forward_pass_and_no_others(two_ra
 
 
 def fail_without_channels(rank, world_size, steps):
-    """Rank 1 calls the function with nothing that tells the size of its message."""
+    """Rank 1 calls the function with an input that has no channels, so no message size."""
     layer = SyncBatchNorm(3)
     for _ in range(steps):
         step(layer)
@@ -245,7 +245,7 @@ def fail_without_channels(rank, world_size, steps):
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_rank_that_knows_no_size_aborts_from_what_others_send(steps, three_ranks):
+def test_rank_without_a_size_aborts_with_the_others_size(steps, three_ranks):
     outcomes = three_ranks.outcomes(fail_without_channels, steps)
     assert outcomes[1].kind == "TypeError" and "[rank 1 of 3]" in outcomes[1].message
     for outcome in (outcomes[0], outcomes[2]):
@@ -254,8 +254,8 @@ def test_rank_that_knows_no_size_aborts_from_what_others_send(steps, three_ranks
         assert "rank 1: TypeError: expected input to be a torch.Tensor" in outcome.message
 
 
-def run_out_after_the_sum_and_go_on(rank, world_size):
-    """Rank 1 fails where the others do not hear it, and begins the next step."""
+def run_out_after_the_sum_and_continue(rank, world_size):
+    """Rank 1 fails unnoticed by the others, and begins the next step."""
     layers = SyncBatchNorm(3), SyncBatchNorm(4)
     step(*layers)
     step(*layers)
@@ -269,15 +269,15 @@ def run_out_after_the_sum_and_go_on(rank, world_size):
     step(*layers)
 
 
-def test_rank_that_goes_on_after_its_own_failure_still_knows_the_others():
+def test_rank_that_continues_after_its_own_failure_stays_in_agreement():
     with Ranks(3, case_seconds=30) as ranks:
-        outcomes = ranks.outcomes(run_out_after_the_sum_and_go_on)
+        outcomes = ranks.outcomes(run_out_after_the_sum_and_continue)
     assert [outcome.kind for outcome in outcomes] == ["ValueError"] * 3
     assert all("expected the same channels" in outcome.message for outcome in outcomes)
 
 
 def make_three_directions_of_one_layer(rank, world_size):
-    """Rank 0 goes on to the next step, rank 1 recomputes, rank 2 differentiates."""
+    """Rank 0 runs the next step, rank 1 recomputes, rank 2 differentiates."""
     layer = SyncBatchNorm(3)
     x = torch.rand(4, 3, requires_grad=True)
     y = checkpoint(layer, x, use_reentrant=False) if rank == 1 else layer(x)
@@ -288,7 +288,7 @@ def make_three_directions_of_one_layer(rank, world_size):
 
 
 def test_no_rank_takes_the_sum_of_two_other_passes_for_its_own(three_ranks):
-    """The rank between them would, if the numbers of the directions were consecutive."""
+    """One rank would, if the directions had consecutive numbers."""
     for outcome in three_ranks.outcomes(make_three_directions_of_one_layer):
         assert "the ranks run different passes" in outcome.message
 
@@ -298,13 +298,13 @@ def test_fingerprints_do_not_add_up_to_others():
     known = set(numbers)
     assert len(known) == 500
     sums = (a + b for a, b in itertools.combinations(numbers, 2))
-    # By chance: one of 125,000 sums in 2**29 numbers, and each passes for one of 500.
+    # By chance each of 125,000 sums, in 2**29 numbers, equals one of 500.
     assert not any(total % 2 == 0 and total // 2 in known for total in sums)
 
 
 def call_with_other_channels(rank, world_size, channels, others):
-    """Rank 1 calls it with other numbers of channels in the fourth step."""
-    options = {"training": True, "process_group": dist.new_group()}  # without sizes to follow
+    """Rank 1 calls the function with other numbers of channels in the fourth step."""
+    options = {"training": True, "process_group": dist.new_group()}  # without expected sizes
     for step_number in range(4):
         sizes = others if rank == 1 and step_number == 3 else channels
         inputs = [torch.rand(4, c, requires_grad=True) for c in sizes]
@@ -313,7 +313,7 @@ def call_with_other_channels(rank, world_size, channels, others):
 
 @pytest.mark.parametrize("others", [[7, 5, 5], [3, 7, 5], [3, 5, 3], [3, 5], [3], [3, 5, 5, 7]])
 def test_calls_of_the_function_with_other_channels_on_one_rank(others, two_ranks):
-    """Gloo would end a process."""
+    """Without a check, gloo would end a process."""
     for outcome in two_ranks.outcomes(call_with_other_channels, [3, 5, 5], others):
         expected = "the ranks run different passes|expected the same channels"
         assert re.search(expected, outcome.message)

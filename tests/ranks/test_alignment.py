@@ -1,4 +1,4 @@
-"""Ranks that hear of a failure at different passes, as over NCCL, and get in step again."""
+"""Ranks that learn of a failure at different passes, as over NCCL, and get in step again."""
 
 import time
 from datetime import timedelta
@@ -20,7 +20,7 @@ def step(layer):
 
 
 def hear_late(rank, world_size, status, name, direction):
-    """As an operator on CUDA would have noted it in a pass before."""
+    """Set the status that an operator on CUDA would have set in an earlier pass."""
     layer, group = SyncBatchNorm(3), dist.group.WORLD
     layer._syncbn = layer._syncbn.with_name(name)
     state = group_state(group)
@@ -28,7 +28,7 @@ def hear_late(rank, world_size, status, name, direction):
     state.statuses.of(CPU).note.fill_(status * world_size * record.fingerprint)
     with pytest.raises(RuntimeError) as error:
         failures.check_before(record)
-    failures.check_before(record)  # says it once
+    failures.check_before(record)  # raises it once
     del state.statuses.by_device[CPU]
     return str(error.value)
 
@@ -49,7 +49,7 @@ class Refusing(SyncBatchNorm):
 
 
 def check_late(rank, world_size):
-    """A program's own check fails in the pass in which all ranks hear of an earlier one."""
+    """A program's own check fails in the pass in which all ranks learn of an earlier failure."""
     layer, group = Refusing(3), dist.group.WORLD
     layer(torch.rand(4, 3))
     record = group_state(group).record(layer._syncbn.identity, "forward")
@@ -65,7 +65,7 @@ def test_earlier_failure_comes_before_a_programs_own_check(two_ranks):
 
 
 def stop_at_different_passes(rank, world_size, others):
-    """As over NCCL: a rank's host has started as many more passes as its number."""
+    """As over NCCL: the host of rank n has started n more passes."""
     group, layer = dist.group.WORLD, SyncBatchNorm(3)
     step(layer)
     state = group_state(group)
@@ -96,14 +96,14 @@ def test_ranks_that_stop_at_different_passes_get_in_step_again(three_ranks):
         assert (cause, hindrance) == ("rank 0: words", "")
 
 
-def test_ranks_that_cannot_get_in_step_say_so():
+def test_ranks_that_cannot_get_in_step_raise():
     with Ranks(3) as own:
         for _, hindrance in own.run(stop_at_different_passes, True):
             assert "that are not of SyncBatchNorm layers" in hindrance
 
 
 def stop_late(rank, world_size):
-    """Rank 1 does not hear of the failure of rank 0 in the time that that waits."""
+    """Rank 1 does not learn of rank 0's failure while rank 0 waits."""
     group, layer = dist.group.WORLD, SyncBatchNorm(3)
     step(layer)
     group_state(group).is_misaligned = rank == 0

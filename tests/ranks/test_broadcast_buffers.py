@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import check_synchronized, convert_sync_batchnorm
 
-# The later one is of torch 2.13, which deprecates the other.
+# torch 2.13 deprecates broadcast_buffers and adds the other.
 NAMES = {"forward_sync_buffers", "broadcast_buffers"}
 NAME = max(NAMES & inspect.signature(DistributedDataParallel).parameters.keys())
 
@@ -74,7 +74,7 @@ def test_one_rank_may_evaluate_through_the_wrapper(two_ranks):
     assert two_ranks.run(call_on_rank_0_alone, False) == [None, None]
 
 
-def test_pass_of_one_rank_alone_is_an_error_on_all_ranks(two_ranks):
+def test_pass_of_only_one_rank_is_an_error_on_all_ranks(two_ranks):
     texts = two_ranks.run(call_on_rank_0_alone, True)
     assert all("the ranks run different passes" in text for text in texts), texts
 

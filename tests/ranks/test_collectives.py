@@ -1,4 +1,4 @@
-"""Collectives of a layer: their number and size, and the words of failures on other ranks."""
+"""Collectives of a layer: their number and size, and messages about failures of other ranks."""
 
 import os
 import subprocess
@@ -80,15 +80,15 @@ def test_backward_under_create_graph_takes_three(two_ranks):
     assert two_ranks.run(count_create_graph) == [["c10d::allreduce_"] * 3] * 2
 
 
-def see_that_the_count_works(rank, world_size):
+def count_two_collectives(rank, world_size):
     with Count() as count:
         dist.all_reduce(torch.ones(1))
         dist.all_reduce(torch.ones(1))
     return count.calls
 
 
-def test_the_counting_itself(two_ranks):
-    assert two_ranks.run(see_that_the_count_works) == [["c10d::allreduce_"] * 2] * 2
+def test_counting_finds_each_collective(two_ranks):
+    assert two_ranks.run(count_two_collectives) == [["c10d::allreduce_"] * 2] * 2
 
 
 def labels_of_a_step(rank, world_size):
@@ -129,7 +129,7 @@ def train(rank, world_size, channels, name="body.bn1"):
     "Build and run the same layers in the same order on all ranks",
 )
 def test_ranks_with_different_channels_all_fail_with_words(three_ranks):
-    """Without the comparison before it, gloo would end one of the processes by SIGABRT."""
+    """Without the comparison, gloo would end one of the processes by SIGABRT."""
     outcomes = three_ranks.outcomes(train, [4, 8, 4])
     kinds = sorted(outcome.kind for outcome in outcomes)
     assert kinds in (
@@ -232,7 +232,7 @@ def test_interrupt_does_not_wait_for_other_ranks():
 
 
 def send_then_train(rank, world_size):
-    """Sends count for the ranks that take part in them alone."""
+    """A send counts only on the ranks that take part in it."""
     if rank == 0:
         dist.send(torch.ones(1), 1)
     if rank == 1:
@@ -242,7 +242,7 @@ def send_then_train(rank, world_size):
     return True
 
 
-def test_sends_between_some_ranks_make_nobody_mistrust_the_others():
+def test_sends_between_some_ranks_cause_no_disagreement():
     with Ranks(3) as ranks:
         assert ranks.run(send_then_train) == [True] * 3
 

@@ -1,4 +1,4 @@
-"""Several ranks on CUDA, over gloo and over NCCL, be it that they share one GPU.
+"""Several ranks on CUDA, over gloo and over NCCL, also if they share one GPU.
 
 The layer on several ranks against the whole batch is in test_multi_rank.py.
 """
@@ -141,7 +141,7 @@ def abort(rank, world_size, compiles):
         return True
     y = run(x)
     unchanged = [torch.equal(value, before[key]) for key, value in layer.state_dict().items()]
-    torch.cuda.synchronize()  # or the next pass may come before the status
+    torch.cuda.synchronize()  # else the next pass may precede the status
     with pytest.raises(RuntimeError, match=r"forward pass of layer 'body\.bn1' gave NaN: another"):
         run(x)
     return y.isnan().all().item() and all(unchanged)
@@ -161,7 +161,7 @@ def test_rank_that_aborts_makes_the_others_nan_and_changes_nothing(compiles):
 
 
 def fail_and_go_on(rank, world_size, what, num_ahead):
-    """Rank 1 fails; the host of rank 0 is passes ahead when it hears of that."""
+    """Rank 1 fails; the host of rank 0 is several passes ahead when it learns of that."""
     layers = [SyncBatchNorm(channels) for channels in (3, 5, 3, 4)]
     for number, layer in enumerate(layers):
         layer._syncbn = layer._syncbn.with_name(f"bn{number}")
@@ -181,10 +181,10 @@ def fail_and_go_on(rank, world_size, what, num_ahead):
         layers[first](inputs[first])
         for layer, x in zip(layers[1:][: 0 if rank == 1 else num_ahead], inputs[1:], strict=False):
             layer(x)
-        while state.statuses.read() == 0:  # the device goes on meanwhile, and is not waited for
+        while state.statuses.read() == 0:  # without waiting for the device
             time.sleep(0.01)
         layers[3](inputs[3])
-    one = torch.ones(1).item()  # of no concern to the group
+    one = torch.ones(1).item()  # a wait outside of the group
     for layer in layers:
         layer.zero_grad()
         layer.reset_running_stats()
@@ -199,7 +199,7 @@ def fail_and_go_on(rank, world_size, what, num_ahead):
 # Over gloo no host is a whole pass ahead.
 @pytest.mark.parametrize("num_ahead", [0, 3])
 @pytest.mark.parametrize("what", ["aborts", "differs"])
-def test_group_goes_on_after_ranks_heard_of_a_failure_at_different_passes(world, what, num_ahead):
+def test_group_continues_after_ranks_learn_of_a_failure_at_different_passes(world, what, num_ahead):
     if world.backend == "gloo" and num_ahead:
         pytest.skip("over gloo the host waits in each pass")
     heard = world.run(fail_and_go_on, what, num_ahead)
@@ -212,8 +212,8 @@ def test_group_goes_on_after_ranks_heard_of_a_failure_at_different_passes(world,
             assert "rank 1: TypeError: expected input of dtype" in words
 
 
-def fail_and_go_on_at_once(rank, world_size, waits):
-    """Ranks make different passes, and hear of it in the next one, while their devices lag."""
+def fail_and_continue_at_once(rank, world_size, waits):
+    """Ranks run different passes, and learn of it in the next one, while their devices lag."""
     layers = [SyncBatchNorm(3), SyncBatchNorm(3)]
     for number, layer in enumerate(layers):
         layer._syncbn = layer._syncbn.with_name(f"bn{number}")
@@ -222,7 +222,7 @@ def fail_and_go_on_at_once(rank, world_size, waits):
     layers[rank % 2](x)
     if waits:
         torch.cuda.synchronize()
-    torch.cuda._sleep(10**8)  # the status is cleared behind this
+    torch.cuda._sleep(10**8)  # the status is cleared after this
     with pytest.raises(RuntimeError, match="made another pass in its place"):
         layers[0](x)
     return layers[0](x).isfinite().all().item()
@@ -230,11 +230,11 @@ def fail_and_go_on_at_once(rank, world_size, waits):
 
 def test_failure_is_raised_once_though_devices_lag(world):
     """Over gloo in the very next pass; over NCCL in the first one after the device is done."""
-    assert all(world.run(fail_and_go_on_at_once, world.backend == "nccl"))
+    assert all(world.run(fail_and_continue_at_once, world.backend == "nccl"))
 
 
 def fail_last(rank, world_size):
-    """Rank 1 fails and makes no further pass; rank 0 does, hears of it, and uses its device."""
+    """Rank 1 fails and stops; rank 0 runs another pass, learns of it, and uses its device."""
     layer = SyncBatchNorm(3)
     x = torch.rand(4, 3)
     layer(x)
@@ -250,13 +250,13 @@ def fail_last(rank, world_size):
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_rank_that_hears_late_aborts_from_no_pass(backend):
+def test_rank_that_learns_late_aborts_no_pass(backend):
     with Ranks(2, backend=backend, device="cuda", collective_seconds=15) as own:
         assert own.run(fail_last) == [True, True]
 
 
 def fail_backward(rank, world_size, twice):
-    """Rank 1 leaves out a backward pass in which the others need no gradient of their inputs."""
+    """Rank 1 skips a backward pass in which the others need no gradient of their inputs."""
     layers = [SyncBatchNorm(3), SyncBatchNorm(3)]
     for number, layer in enumerate(layers):
         layer._syncbn = layer._syncbn.with_name(f"bn{number}")
@@ -338,7 +338,7 @@ def replay(rank, world_size):
 
 
 def test_graph_with_collectives_and_an_empty_rank():
-    # A world of its own: a communicator that was in a graph must not be in other tests' way.
+    # A separate world: a communicator used in a graph must not affect other tests.
     with Ranks(2, backend="nccl", device="cuda", case_seconds=90) as own:
         for same in own.run(replay):
             assert all(same), same
@@ -371,7 +371,7 @@ def replay_graphs_that_differ(rank, world_size):
     return output.isnan().all().item(), is_unchanged, str(error.value)
 
 
-def test_empty_pass_tells_of_graphs_that_differ():
+def test_empty_pass_reports_graphs_that_differ():
     with Ranks(2, backend="nccl", device="cuda", case_seconds=90) as own:
         for is_nan, is_unchanged, words in own.run(replay_graphs_that_differ):
             assert is_nan and is_unchanged
@@ -400,7 +400,7 @@ def compile_and_train(rank, world_size):
 
 
 def test_compiled_equals_eager():
-    # A compiler takes its time, for itself and while the other rank waits.
+    # Compilation takes time, also while the other rank waits.
     times = {"case_seconds": 150, "collective_seconds": 120}
     with Ranks(2, backend="nccl", device="cuda", **times) as own:
         # float64, in another order of operations

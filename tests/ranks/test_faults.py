@@ -1,6 +1,6 @@
-"""One rank does something else than the others: all fail in words and in time, or none does.
+"""One rank differs from the others: all ranks raise in time, or none does.
 
-What it does and what becomes of whom stands in `tests/support/faults.py`.
+The faults and their outcomes are in `tests/support/faults.py`.
 """
 
 import math
@@ -79,7 +79,7 @@ OVER_NCCL = {
     "STANDIN_STREAMS": "async",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
-    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",  # else it holds a failed group for a minute
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100",  # else a failed group lasts a minute
 }
 NCCL_CASES = [
     pytest.param(fault, *case, id="-".join(map(str, (fault.name, *case))))
@@ -205,7 +205,7 @@ def check_buffers(before, after, may_only_count=False):
 
 
 def check_equal(states):
-    """A layer that was updated as often has the same statistics on all ranks."""
+    """Layers with the same number of updates have the same statistics on all ranks."""
     known = {}
     for state in states:
         for name, (mean, variance, count) in state.items():

@@ -29,7 +29,7 @@ def run_fused(rank, world_size, activation, with_residual, dtype, layout, split)
     with messages_sent() as messages:
         y = layer(x, None if residual is None else residual.requires_grad_())
         y.backward(dy)
-    # As many as without: one each way, or none in a process alone.
+    # As many as without: one each way, or none in one process.
     assert [message.numel() for message in messages] == (
         [] if world_size == 1 else [2 * SHAPE[1] + 4] * 2
     )
@@ -150,8 +150,8 @@ def train_unlike(rank, world_size):
     return train_model(model, x)
 
 
-def test_ranks_that_fuse_unlike_fail(two_ranks):
-    """A layer behind a shortcut runs later where it is fused."""
+def test_ranks_that_fuse_differently_fail(two_ranks):
+    """A fused layer behind a shortcut runs later."""
     outcomes = two_ranks.outcomes(train_unlike)
     assert [outcome.kind for outcome in outcomes] == ["RuntimeError"] * 2
     assert any("0.bn2" in outcome.message for outcome in outcomes)

@@ -37,7 +37,7 @@ def model():
 
 
 def share(rank):
-    # A spread of its own for each rank, so that each grouping has other statistics.
+    # Each rank has its own spread, so that each grouping has other statistics.
     return make_input((2, 3, 4, 4), "contiguous", torch.float64, seed=rank) * (rank + 1)
 
 
@@ -150,7 +150,7 @@ def use_after_destruction(rank, world_size):
     (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     group = weakref.ref(layer.process_group)
     dist.destroy_process_group(group())
-    assert group() is None  # though layer, output and gradient live
+    assert group() is None  # though layer, output and gradient are alive
     words = f"rank {rank} is to use the process_group '.*', which was destroyed; .*layer 'bn1'"
     for use in (
         lambda: layer(x),
@@ -177,7 +177,7 @@ def test_layers_and_graphs_of_a_destroyed_group():
 
 
 def hold_after_an_error(rank, world_size):
-    """Whether a rank that has caught an error of a layer still holds the group."""
+    """Return whether a rank that has caught an error of a layer still holds the group."""
     layers = [SyncBatchNorm(channels, process_group=dist.group.WORLD) for channels in (3, 4)]
     gc.disable()
     with pytest.raises((ValueError, RuntimeError), match="same channels|aborted") as error:
@@ -323,7 +323,7 @@ def test_mesh_of_one_dimension_stands_for_its_group(ranks):
 
 
 class Meshed(nn.BatchNorm1d):
-    """A user's layer that has a mesh in an attribute of this name."""
+    """A user's layer with a mesh in an attribute named process_group."""
 
     def __init__(self, mesh):
         super().__init__(3)

@@ -32,7 +32,7 @@ def named(channels, name, group=None):
 
 
 def has_arrived(seconds):
-    """Whether the device has done its work in this time; the host goes on if not."""
+    """Whether the device has done its work in this time; if not, the host continues."""
     event = torch.cuda.current_stream().record_event()
     end = time.monotonic() + seconds
     while not event.query() and time.monotonic() < end:
@@ -58,7 +58,7 @@ def heard(run, num_steps=12):
 
 
 def fill_device():
-    """Return tensors that leave no byte."""
+    """Return tensors that fill the device's memory."""
     kept, size = [], 1 << 28
     while size:
         try:
@@ -88,7 +88,7 @@ def run_with_full_device(rank, world_size, is_first):
 @on_standin
 @pytest.mark.parametrize("is_first", [False, True], ids=["later", "first"])
 def test_rank_with_a_full_device_tells_the_others(is_first):
-    """Its abort takes memory from before; in a first pass it has none, and writes to the store."""
+    """Its abort uses memory allocated before, or in a first pass, without any, the store."""
     env = {**OVER_NCCL, "STANDIN_MEMORY": str(64 << 20)}
     with Ranks(2, env, backend="nccl", device="cuda", case_seconds=60) as ranks:
         results = ranks.run(run_with_full_device, is_first)
@@ -130,7 +130,7 @@ def run_with_failed_device(rank, world_size, point):
 
     words, seconds = heard(run)
     if rank == 1:
-        time.sleep(8)  # its process ends later than the others hear of it
+        time.sleep(8)  # its process ends after the others have learned of it
         return words, seconds, []
     again, _ = heard(run, num_steps=1)
     return words, seconds, again
@@ -149,7 +149,7 @@ def test_rank_with_a_failed_device_tells_the_others(point):
 
 
 def fail_in_one_of_two_groups(rank, world_size, point, members):
-    """Rank 1 fails in one group; each rank hears of it, and then trains on in both."""
+    """Rank 1 fails in one group; each rank learns of it, and then trains on in both."""
     first, second = dist.new_group(), dist.new_group(members)
     layers = [named(4, "a0", first), named(6, "a1", first)]
     if rank in members:
@@ -184,7 +184,7 @@ def test_failure_in_one_group_is_heard_in_all(world_size):
 
 
 def wait_for_rank_that_stays_away(rank, world_size):
-    """Rank 1 leaves out a pass; the next one of rank 0 has a new size."""
+    """Rank 1 skips a pass; the next one of rank 0 has a new size."""
     layers, seconds = [named(4, "bn0"), named(6, "bn1")], 0.0
     step(layers[:1], [torch.rand(5, 4)])
     torch.cuda.synchronize()
@@ -217,6 +217,6 @@ def differentiate_in_batches(rank, world_size):
     return has_arrived(5)
 
 
-def test_error_that_is_none_of_nccls_leaves_the_group_as_it_was():
+def test_error_outside_of_nccl_leaves_the_group_unchanged():
     with Ranks(2, backend="nccl", device="cuda", case_seconds=60) as ranks:
         assert ranks.run(differentiate_in_batches) == [True, True]

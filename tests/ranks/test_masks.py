@@ -15,7 +15,7 @@ SHAPE = (6, 5, 3, 7)
 
 
 def make_masks(x, kind, split):
-    """Return the whole batch's mask: of places, also of a whole rank, or of the last rank alone."""
+    """Return the whole batch's mask: of places, also of a whole rank, or only of the last rank."""
     mask = make_mask(x)
     rows = list(mask.split(split))
     if kind == "a rank is all masked":
@@ -62,7 +62,7 @@ def run_masked(rank, world_size, activation, with_residual, dtype, layout, split
     with messages_sent() as messages:
         y = layer(x, None if residual is None else residual.requires_grad_(), mask=given)
         y.backward(dy)
-    # As many and as large as without a mask: one each way, or none in a process alone.
+    # As many and as large as without a mask: one each way, or none in one process.
     assert [message.nbytes for message in messages] == (
         [] if world_size == 1 else [8 * (2 * SHAPE[1] + 4)] * 2
     )

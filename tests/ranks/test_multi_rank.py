@@ -139,7 +139,7 @@ def test_all_ranks_empty_update_nothing(world_anywhere, momentum):
 
 
 def one_value(rank, world_size, momentum, last):
-    """Return the words of the error, whether the state was kept, and the mean one step later."""
+    """Return the error's message, whether the state was kept, and the mean one step later."""
     layer = syncbn.SyncBatchNorm(3, momentum=momentum)
     layer(torch.full((2, 3, 1), float(rank)))
     before = {name: value.clone() for name, value in layer.state_dict().items()}
@@ -245,7 +245,7 @@ def test_any_strides(world_anywhere):
 
 
 def write_to_what_was_saved(rank, world_size):
-    """The gradient of an input that is written to before backward, and what it is to be."""
+    """The gradient of an input that is written to before backward, and the expected one."""
     layer = syncbn.SyncBatchNorm(3)
     x = make_input((4 + rank, 3, 5), "contiguous", torch.float32).requires_grad_()
     gradients = []

@@ -115,10 +115,10 @@ def test_fully_sharded(two_ranks, recompute):
         assert_close(actual, whole_batch(3))
 
 
-def convert_sharded(rank, world_size, alone):
-    """Convert and revert a model that FSDP2 has sharded; ``alone``: each layer by itself."""
+def convert_sharded(rank, world_size, separately):
+    """Convert and revert a model that FSDP2 has sharded; ``separately``: each layer by itself."""
     model = build()
-    for block in model if alone else ():
+    for block in model if separately else ():
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (world_size,))
         fully_shard(block.body[1], mesh=mesh)
     model = convert_sync_batchnorm(fsdp(model))
@@ -136,14 +136,14 @@ def convert_sharded(rank, world_size, alone):
     return trained
 
 
-@pytest.mark.parametrize("alone", [False, True])
-def test_conversion_of_a_sharded_model(two_ranks, alone):
-    for actual in two_ranks.run(convert_sharded, alone):
+@pytest.mark.parametrize("separately", [False, True])
+def test_conversion_of_a_sharded_model(two_ranks, separately):
+    for actual in two_ranks.run(convert_sharded, separately):
         assert_close(actual, whole_batch(3))
 
 
 def train_fully_sharded_mixed(rank, world_size, recompute):
-    """FSDP's policy, against the same dtypes by hand."""
+    """Train by FSDP's policy, and by hand with the same dtypes."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = convert_sync_batchnorm(build(recompute, torch.float32))
     by_hand = copy.deepcopy(model)
@@ -183,7 +183,7 @@ def join(rank, world_size, wrap, throw):
 
 @pytest.mark.parametrize("wrap", ["eager", "compiled"])
 def test_join_is_refused_at_once(wrap):
-    """Before the first message: a rank that has run out would not answer it."""
+    """join() is refused before the first message, which a rank without inputs would not answer."""
     with Ranks(2, case_seconds=90) as ranks:
         for outcome in ranks.outcomes(join, wrap, throw=False):
             assert outcome.kind == "NotImplementedError"

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from syncbn import SyncBatchNorm, check_synchronized, recompute_statistics
 from syncbn.ops import reference
 
-# It is told once in a process, in whichever case comes first.
+# It is raised once in a process, in the first case that runs.
 pytestmark = pytest.mark.filterwarnings("ignore:syncbn has no operators for 'plain'")
 
 
@@ -60,7 +60,7 @@ def train_masked(rank, world_size, activation):
 
 @pytest.mark.parametrize("activation", [None, "silu"])
 def test_messages_of_masked_passes_record_no_gradients(pair, activation):
-    """Or torch warns in each backward pass that a collective has no formula."""
+    """Otherwise torch warns in each backward pass that a collective has no formula."""
     for sent in pair.run(train_masked, activation):
         assert sent == [False, False]
 
@@ -184,11 +184,11 @@ def not_synchronized(rank, world_size):
     return True
 
 
-def test_ranks_that_hold_different_things_hear_of_it(pair):
+def test_ranks_with_different_statistics_raise(pair):
     assert pair.run(not_synchronized) == [True, True]
 
 
-# What one rank does wrong fails all at once, as on CPUs.
+# A failure of one rank fails all at once, as on CPUs.
 
 
 def step(layer, *shape):
@@ -274,8 +274,8 @@ def test_ranks_that_run_different_layers_all_fail(ranks):
         assert "layer 'first'" in outcome.message and "layer 'second'" in outcome.message
 
 
-def turn(rank, world_size):
-    """Each rank's next message has another size than the others have heard that it would have."""
+def change_size(rank, world_size):
+    """Each rank's next message has another size than all ranks expect."""
     first, second, third = named(3, "first"), named(5, "second"), named(7, "third")
     for _ in range(2):
         step(first, 4, 3)
@@ -285,11 +285,11 @@ def turn(rank, world_size):
     return True
 
 
-def test_ranks_that_turn_together_go_on(world):
-    assert world.run(turn) == [True] * world.world_size
+def test_ranks_that_change_size_together_continue(world):
+    assert world.run(change_size) == [True] * world.world_size
 
 
-def turn_alone(rank, world_size):
+def change_size_on_one_rank(rank, world_size):
     first, second, third = named(3, "first"), named(5, "second"), named(7, "third")
     for _ in range(2):
         step(first, 4, 3)
@@ -298,8 +298,8 @@ def turn_alone(rank, world_size):
     step(third, 4, 7) if rank == 1 else step(second, 4, 5)
 
 
-def test_rank_that_turns_alone_fails_all(ranks):
-    outcomes = ranks(2, "plain", "plain").outcomes(turn_alone)
+def test_rank_that_changes_size_without_the_others_fails_all(ranks):
+    outcomes = ranks(2, "plain", "plain").outcomes(change_size_on_one_rank)
     for outcome in outcomes:
         assert isinstance(outcome, Failure) and outcome.kind in ("ValueError", "RuntimeError")
         assert "layer 'third'" in outcome.message or "different passes" in outcome.message

@@ -51,7 +51,7 @@ dist.destroy_process_group()
 
 
 def train(rank, world_size, program, folder):
-    """Do as torchrun does, without a death."""
+    """Train as torchrun does, without a death."""
     dist.barrier()  # a rank that is still connecting would find its connections closed
     dist.destroy_process_group()
     os.environ.update(RANK=str(rank), TORCHELASTIC_RESTART_COUNT="0")

@@ -122,7 +122,7 @@ def test_a_group_of_some_ranks_needs_no_others(three_ranks):
 
 def test_layers_of_several_groups(three_ranks):
     first, second, third = three_ranks.run(groups_of_some, apart=False)
-    # a batch in which the group has no values is none of the layer's
+    # the layer ignores a batch in which its group has no values
     check_population([first, third], 3, "1")
     check_population([second], 2, "1")
     check_population([first, second], 2, "3")
@@ -159,7 +159,7 @@ def test_ranks_outside_of_the_group_keep_their_statistics(three_ranks):
 
 
 def train_on(rank, model):
-    """A training step, for which the ranks must have come out of the failure together."""
+    """Run a training step, for which the ranks must have left the failure together."""
     model.train()
     model(make_batches(rank, 1)[0]).square().sum().backward()
     return model[1].running_mean.tolist()
@@ -177,9 +177,9 @@ def fail(rank, world_size, case, failing, after, several):
     if several:
         model.insert(2, SyncBatchNorm(4, dtype=torch.float64))  # of all ranks
     batches, forward = make_batches(rank, 4), None
-    if after == "later":  # the ranks know what is to follow
+    if after == "later":  # the ranks expect the sizes
         recompute_statistics(model, batches)
-    if after == "long":  # as after a training that has compared a thousand times what follows
+    if after == "long":  # as after training with a thousand comparisons
         state = group_state(dist.group.WORLD)
         state.num_comparisons, state.sizes_compared = 1000, set(range(100))
     before, modes = statistics(model), [module.training for module in model.modules()]

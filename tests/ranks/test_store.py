@@ -1,4 +1,4 @@
-"""What ranks compare through the group's store, and that nothing stays in it."""
+"""Comparisons through the group's store, and that nothing stays in it."""
 
 import gc
 
@@ -91,7 +91,7 @@ def compare_in_the_store(rank, world_size):
     return found
 
 
-def test_comparison_finds_who_differs_and_only_then():
+def test_comparison_finds_differing_ranks_only_if_there_are_any():
     with Ranks(2) as ranks:
         results = ranks.run(compare_in_the_store)
     assert [found[:2] for found in results] == [[None, None]] * 2
@@ -205,7 +205,7 @@ def test_error_that_is_not_unicode_aborts_on_all_ranks(two_ranks):
     assert "rank 1: ValueError: corrupt image caf\\udce9.jpg" in words
 
 
-def test_double_backward_passes_are_not_of_channels():
+def test_sizes_of_double_backward_passes_are_not_channels():
     group = Group(dist.HashStore())
     state = group_state(group)
     state.size = 13

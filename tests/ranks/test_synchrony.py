@@ -1,4 +1,4 @@
-"""check_synchronized: what ranks hold in common is compared bit for bit."""
+"""check_synchronized: the ranks' common state is compared bit for bit."""
 
 import re
 
@@ -184,7 +184,7 @@ def count_collectives(rank, world_size):
     return calls
 
 
-def test_one_small_collective_where_all_is_equal(any_world):
+def test_one_small_collective_if_all_is_equal(any_world):
     expected = [64] if any_world.world_size > 1 else []
     assert any_world.run(count_collectives) == [expected] * any_world.world_size
 
@@ -212,4 +212,4 @@ def test_models_without_our_layers(any_world):
         check_synchronized(nn.Conv1d(3, 3, 1))
     with pytest.raises(TypeError, match="expected a torch.nn.Module"):
         check_synchronized(None)
-    check_synchronized(make_model())  # alone
+    check_synchronized(make_model())  # in one process

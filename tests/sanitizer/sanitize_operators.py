@@ -1,4 +1,4 @@
-"""Runs every CUDA operator on small inputs, under compute-sanitizer; test_cuda_sanitizer.py does.
+"""Runs every CUDA operator on small inputs; test_sanitizer.py runs it under compute-sanitizer.
 
 With ``--plant memcheck`` or ``--plant racecheck`` it runs a kernel that is wrong instead, to see
 that the tool finds it.
@@ -12,7 +12,7 @@ from support.cases import EMPTY_SHAPES, OPS, SHAPES, arguments, layouts, make_in
 # Shapes whose kernels take long under the tools are left to the other tests.
 SMALL_SHAPES = [shape for shape in SHAPES if torch.Size(shape).numel() < 50_000]
 SPLIT_SHAPES = [(64, 2, 28, 28), (1030, 24)]  # each channel over several blocks
-DTYPES = [torch.float32, torch.bfloat16, torch.float64]  # float16 takes the way of bfloat16
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]  # float16 uses bfloat16's code
 
 # Named as ours are, because only those are checked.
 PLANTED = {

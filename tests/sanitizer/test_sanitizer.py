@@ -26,7 +26,7 @@ def sanitize(tool, *args):
     if program is None:
         pytest.skip("compute-sanitizer is not installed")
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "10"]
-    # torch's own kernels, and its questions to the driver, are not what is checked.
+    # torch's own kernels and driver queries are not checked.
     options += ["--kernel-name", "kernel_substring=syncbn", "--report-api-errors", "no"]
     if tool == "memcheck":
         options += ["--padding", "64"]
@@ -35,7 +35,7 @@ def sanitize(tool, *args):
         env={
             **os.environ,
             "PYTHONPATH": f"{Path(syncbn.__file__).parents[1]}{os.pathsep}{ROOT / 'tests'}",
-            # Each tensor an allocation of its own, or what lies past its end would be another's.
+            # Each tensor is its own allocation: past its end there must be no other tensor.
             "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         },
         stdout=subprocess.PIPE,

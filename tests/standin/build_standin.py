@@ -61,7 +61,7 @@ def is_newer(target: Path, sources: Iterable[Path]) -> bool:
 
 
 def dependencies(target: Path) -> list[Path]:
-    """Return the files that the compiler read for a target; the target, never newer, if unknown."""
+    """Return the files that the compiler read for a target; if unknown, the target itself."""
     listed = target.with_suffix(".d")
     if not listed.exists():
         return [target]
@@ -70,7 +70,7 @@ def dependencies(target: Path) -> list[Path]:
 
 
 class Build:
-    """A build in a folder. A target is made again if a file that it was made of is newer."""
+    """A build in a folder. A target is rebuilt if one of its sources is newer."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -157,7 +157,7 @@ class Build:
         return [launch for launch, _ in pairs], [translated for _, translated in pairs]
 
     def kernels(self) -> list[Path]:
-        """Compile the kernels, in which no torch is: nvcc's launch code and the translated PTX."""
+        """Compile the kernels, which need no torch: nvcc's launch code and the translated PTX."""
         launchers, translated = self.launchers()
         flags = ["-std=c++17", *translate_ptx.FLAGS]
         objects = self.compile(translated, *flags, "-w", "-g0")
@@ -185,7 +185,7 @@ class Build:
         files = [f for f in installed.iterdir() if not f.name.startswith(f"{project.OPERATORS}.")]
         links = {file.name: file for file in [*files, operators]}
         for link in package.iterdir():
-            # A right link stays: another run may be using it.
+            # A correct link stays: another run may be using it.
             if links.get(link.name) == link.readlink():
                 del links[link.name]
             else:

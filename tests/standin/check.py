@@ -26,7 +26,7 @@ def digest() -> str:
 
 
 def main() -> int:
-    """Run the tests where they are needed; return pytest's exit status."""
+    """Run the tests if they are needed; return pytest's exit status."""
     current = digest()
     if len(sys.argv) == 1 and DIGEST.exists() and DIGEST.read_text() == current:
         print("The stand-in is the one that has passed its own tests (tests/standin/tested.txt)")

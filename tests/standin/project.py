@@ -1,6 +1,6 @@
-"""The package whose kernels run on the stand-in: all that this folder knows of it.
+"""The package whose kernels run on the stand-in; no other file of this folder knows it.
 
-Another package takes this folder and writes this file.
+To use this folder for another package, rewrite this file.
 """
 
 import sys

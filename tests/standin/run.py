@@ -1,7 +1,7 @@
 """Runs a command on the stand-in for CUDA: ``python tests/standin/run.py COMMAND...``.
 
-Builds the stand-in first where it is not up to date. Where it cannot be built, says why and ends
-with status 0: CUDA is then not tested, as on any machine without a GPU.
+Builds the stand-in first if it is not up to date. If it cannot be built, prints the reason and
+exits with status 0: CUDA is then not tested, as on any machine without a GPU.
 
 README.md lists the environment variables.
 """

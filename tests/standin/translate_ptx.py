@@ -1,8 +1,7 @@
 """PTX, the assembly that nvcc writes, as C++: a kernel is a function, an instruction a statement.
 
-A register is a union of its width and holds the bits of whatever type an instruction takes it for;
-control flow is goto. Nothing is rewritten. An instruction that is not known is an error: it is
-never skipped.
+A register is a union of its width, whose bits each instruction reads as its own type; control flow
+is goto. Nothing is rewritten. An unknown instruction is an error: it is never skipped.
 
 The C++ includes ``ptx/``: ``instructions.h`` for instructions that take more than an expression,
 ``memory.h`` for loads and stores and their checks.
@@ -12,8 +11,8 @@ import re
 from itertools import product
 from typing import NamedTuple
 
-# The C++ compiler's: integers wrap around as in PTX, only PTX's own instructions are fused, and two
-# libraries of kernels in one process have variables of the same names.
+# Of the C++ compiler: integers wrap around as in PTX, only PTX's own instructions are fused, and
+# two libraries of kernels in one process have variables of the same names.
 FLAGS = ["-O1", "-fwrapv", "-ffp-contract=off", "-fno-gnu-unique"]
 
 CXX_TYPES = {
@@ -59,8 +58,8 @@ FLOATS = "{f32,f64}"
 NUMBERS = "{s16,u16,s32,u32,s64,u64,f32,f64}"
 ANY = "{b16,b32,b64,s16,u16,s32,u32,s64,u64,f32,f64}"
 
-# Opcode, types of the result and of the operands, T being the last of the opcode, expression in
-# C++. The compiler is told that integers wrap around and that it must not fuse what is not fused.
+# Opcode; types of the result and of the operands, T being the opcode's last type; expression in
+# C++, compiled with FLAGS.
 TABLE = [
     (f"mov.{ANY}", "T = T", "a"),
     ("mov.pred", "T = T", "a"),
@@ -154,7 +153,7 @@ RULES = make_rules()
 
 
 class UnknownPtxError(ValueError):
-    """PTX that is not known here."""
+    """PTX that this translator does not know."""
 
 
 class Parameter(NamedTuple):
@@ -168,7 +167,7 @@ class Kernel:
     def __init__(self, name: str, parameters: str, directives: str, shared: set[str]) -> None:
         self.name = name
         self.shared = shared  # names of the dynamic shared memory, which begins at 0
-        self.registers: dict[str, str] = {}  # what each is declared as
+        self.registers: dict[str, str] = {}  # the declared type of each
         self.parameters: dict[str, Parameter] = {}
         self.lines: list[str] = []
         self.opcodes: list[str] = []
@@ -404,7 +403,7 @@ def translate(text: str) -> str:
     """Return a C++ file with the kernels of a PTX file, which registers them by their names.
 
     Raises:
-        UnknownPtxError: Something that this translator does not know.
+        UnknownPtxError: The file has PTX that this translator does not know.
     """
     kernels = parse(text)
     functions = [kernel.cxx(f"kernel_{i}") for i, kernel in enumerate(kernels)]
@@ -418,7 +417,7 @@ def translate(text: str) -> str:
     return "\n\n".join(
         [
             '#include "ptx/instructions.h"\n#include "ptx/memory.h"\n#include "ptx/registry.h"',
-            # g++ takes twice the time to optimize a kernel; its calls are of the files above.
+            # Optimizing a kernel doubles g++'s time; the included functions stay optimized.
             '#pragma GCC optimize("O0")',
             "namespace emulation::ptx {\nnamespace {",
             *functions,

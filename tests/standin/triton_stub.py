@@ -19,14 +19,14 @@ PROPERTIES = {
 
 
 class Utilities:
-    """In place of functions of a C library that is linked with the driver's."""
+    """Replaces functions of a C library that is linked with the driver's."""
 
     def load_binary(self, name: str, *_: Any) -> tuple[int, int, int, int, int]:
         """Return module, function, registers, spilled bytes and threads per block."""
         return 1, 1, 32, 0, 1024
 
     def get_device_properties(self, device: int) -> dict[str, int]:
-        """Return what Triton asks of a device."""
+        """Return the properties that Triton asks for."""
         return PROPERTIES
 
 
@@ -47,7 +47,7 @@ def install() -> None:
     nvidia.CudaUtils, nvidia.CudaLauncher = Utilities, Launcher
     import torch._inductor.config as config
 
-    for name in ("use_static_cuda_launcher", "use_static_triton_launcher"):  # of both torches
+    for name in ("use_static_cuda_launcher", "use_static_triton_launcher"):  # of either torch
         if hasattr(config, name):
             setattr(config, name, False)
     config.force_disable_caches = True

@@ -1,4 +1,4 @@
-"""Benchmarks as a user starts them, results that are made up, and looks into results."""
+"""Functions that run benchmarks as users do, make up results and read results."""
 
 import os
 import subprocess
@@ -69,6 +69,6 @@ def step_rows(case, speed, share=None, benchmark="layer", **changes):
 
 
 def cells(text):
-    """Return the cells of a document's tables, line by line, without what rules them off."""
+    """Return the cells of a document's tables, line by line, without separator lines."""
     lines = [line for line in text.splitlines() if line.startswith("|") and "---" not in line]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]

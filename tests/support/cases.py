@@ -17,7 +17,7 @@ OPS += ["batch_norm_forward fused", "batch_norm_backward fused"]
 OPS += ["batch_norm_apply fused", "batch_norm_backward_reduce fused"]
 OPS += ["batch_norm_backward_apply fused", "batch_norm_backward_reduce_dz of SiLU"]
 RELU, SILU = 1, 3
-# Those that take a mask, on CPUs alone.
+# Those that take a mask, only on CPUs.
 MASKED_OPS = [f"{name} masked" for name in OPS if len(name.split()) == 1]
 OPS += ["verify_sums"]
 # Those of compiled graphs, which are written in Python over the others.
@@ -193,7 +193,7 @@ def assert_normalized_close(
 
     One rounding to dtype is half of its eps, relative. The arithmetic before it is a handful of
     float operations on values of order one: 8 eps of the compute type, of the largest value.
-    ``message_error`` is what the rounding of the message may cost, absolute.
+    ``message_error`` is the absolute error from the rounding of the message.
     """
     compute_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     scale = max(1.0, expected.abs().max().item()) if expected.numel() else 1.0
@@ -210,8 +210,8 @@ def sum_tolerance(dtype: torch.dtype, terms: Tensor) -> Tensor:
 
     Both implementations stay within 64 roundings of half an eps of the sum of magnitudes: the CPU
     adds 16 terms without a carry and compensates from there on, CUDA adds the chunks of a thread
-    and then up to 256 threads pairwise in float32, blocks in float64. That is what they were seen
-    to need and not a proof. One rounding of float64 is for sums whose terms are all zero.
+    and then up to 256 threads pairwise in float32, blocks in float64. That is measured, not proven.
+    One rounding of float64 is for sums whose terms are all zero.
     """
     compute_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
     return 32 * compute_eps * terms.abs().sum(reduced_dims(terms)) + math.ulp(1.0)

@@ -1,6 +1,6 @@
 """Models to compile, and the comparison of a compiled step with an eager one.
 
-The models are here, where ranks find them by name: pytest imports test files by another.
+The models are here, so that ranks find them: pytest imports test files under other names.
 """
 
 import copy
@@ -38,7 +38,7 @@ def small():
 
 
 def frozen():
-    """No affine part, no running statistics, a frozen affine part, a weight alone."""
+    """No affine part, no running statistics, a frozen affine part, only a weight."""
     model = nn.Sequential(
         nn.Conv2d(3, 4, 3),
         nn.BatchNorm2d(4, affine=False),
@@ -51,7 +51,7 @@ def frozen():
 
 
 class Swish(nn.BatchNorm2d):
-    """A subclass that calls a module of its own behind its base class."""
+    """A subclass that calls its own module after its base class."""
 
     def __init__(self, channels):
         super().__init__(channels)
@@ -94,7 +94,7 @@ class Gan(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two branches whose order only the order of the program tells."""
+    """Two branches whose order only the program defines."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ class Twins(nn.Module):
 
 
 class Branches(nn.Module):
-    """Layers of other widths side by side, one of which nothing needs."""
+    """Parallel layers of different widths, one of them with an unused output."""
 
     def __init__(self):
         super().__init__()

@@ -17,7 +17,7 @@ def norm(channels=3):
 
 
 class Block(nn.Module):
-    """Two layers, two convolutions and what codes below need; ``code`` is its forward."""
+    """Two layers, two convolutions and modules for tests' code; ``code`` is its forward."""
 
     def __init__(self, code=None):
         super().__init__()

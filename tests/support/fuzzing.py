@@ -1,4 +1,4 @@
-"""Drawn training passes: what hypothesis draws, tensors made of it, and the results in float64.
+"""Drawn training passes: hypothesis's draws, tensors made of them, and results in float64.
 
 A :class:`Case` is small values only and prints as the code that makes it; ``repeat(Case(...))``
 runs it again:
@@ -26,7 +26,7 @@ pytest.importorskip("hypothesis")  # tools.gpu_check needs only torch and pytest
 from hypothesis import HealthCheck, Phase, given, note, settings
 from hypothesis import strategies as st
 
-# So many examples of each test, other ones each time; without it, the same few.
+# The number of examples of each test, which then differ each time; by default the same few.
 EXAMPLES = int(os.environ.get("SYNCBN_FUZZ_EXAMPLES", 0))
 
 MAX_VALUES = 20_000  # of a rank's input
@@ -232,7 +232,7 @@ def rows(x: Tensor) -> Tensor:
 
 
 def assert_near(name: str, actual: Tensor, expected: Tensor, tolerance: Tensor) -> None:
-    """``tolerance`` is what the computation may cost; the rounding to the dtype is added here."""
+    """``tolerance`` is of the computation; the rounding to the dtype is added here."""
     dtype = torch.finfo(actual.dtype)
     actual = rows(actual) if actual.dim() > 1 else actual.double()
     # One eps; below the normal numbers the distance between two of them.
@@ -275,7 +275,7 @@ def check(case: Case, results: list[list[Results]]) -> None:
         largest = x.abs().amax(0) if count else torch.zeros_like(mean)
         mean_error = 32 * eps * (x - mean).abs().mean(0).nan_to_num() + 4 * EPS64 * largest
         var_error = 32 * eps * var + 4 * EPS64 * (var + largest.square())
-        # Values are centered at the mean in eps: what that leaves of it is part of them.
+        # Values are centered at the mean rounded to eps; the remainder of the mean is part of them.
         spread = (xhat.abs().amax(0) if count else 0) + eps * largest * invstd
         invstd_error = var_error * invstd.square()  # relative
         xhat_error = spread * invstd_error + mean_error * invstd + 8 * eps * spread

@@ -33,7 +33,7 @@ def make_by_hand(path, rank, world_size):
 
 
 class Exchangeable(dist.ProcessGroup):
-    """Passes its work on to a group that may be exchanged between steps, as torchft does."""
+    """Passes its work on to a group that may be replaced between steps, as torchft does."""
 
     def __init__(self, inner):
         super().__init__(inner.rank(), inner.size())

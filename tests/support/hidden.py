@@ -12,10 +12,10 @@ from syncbn.ops import _extension, fallback
 
 VARIABLE = "SYNCBN_HIDE_OPERATORS"
 
-# Tests that are not of what the expressions compute, and the reason for each.
+# Tests that do not test the expressions, and the reason for each.
 NOT_RUN = {
     "tests/layer/test_plain.py": "has devices of its own",
-    "tests/layer/test_hidden.py": "runs what runs here",
+    "tests/layer/test_hidden.py": "runs these tests itself",
     "tests/ranks/test_plain_ranks.py": "has devices of its own",
     "tests/ranks/test_restart.py": "starts processes in which no operator is hidden",
     "tests/operators/test_activations.py::test_arguments_that_do_not_fit": "the layer checks",

@@ -5,6 +5,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Last: what is tested is the installed package, not the folder of its sources.
+# Last, so that tests import the installed package, not the folder of its sources.
 if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))

@@ -43,7 +43,7 @@ def build() -> Path:
     # As one file: torch's headers take most of the time. They are of C++20 in torch 2.15.
     first, last = SOURCES
     compile_cxx("-std=c++20", *includes, "-include", first, "-shared", last, *libraries, "-o", part)
-    part.replace(library)  # at once, for other processes
+    part.replace(library)  # atomically, for other processes
     return library
 
 
@@ -65,7 +65,7 @@ def install() -> None:
 
 
 def _module() -> Any:
-    """Return what torch.plain is: what checkpoints, autocast and seeds ask of a device."""
+    """Return the module torch.plain: the functions that checkpoints, autocast and seeds call."""
     module: Any = types.ModuleType("torch.plain")
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: 1

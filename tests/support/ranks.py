@@ -5,12 +5,12 @@ Starting a process and importing torch takes seconds, so one set of processes se
 each rank's result. A case that hangs fails within a minute with each rank's stack; processes never
 outlive their set.
 
-They start at once, as forks of a process that has imported torch and done nothing else. On a GPU,
-and with an environment of their own, which torch reads as it is imported, they start from nothing.
+They start at once, as forks of a process that has imported torch and done nothing else. On CUDA,
+and with their own environment, which torch reads at import, they start as new processes.
 
 On "plain" the default device is the one of plain_device.py. On CUDA a function finds its GPU as the
-default device. Ranks share GPUs where there are fewer, over NCCL as well: good for whether it
-works, useless for how fast.
+default device. Ranks share GPUs if there are fewer, over NCCL as well: this tests correctness, not
+speed.
 """
 
 import contextlib
@@ -31,8 +31,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from support.cuda_device import IS_STANDIN
-
 CASE_SECONDS = 45  # with the start and the stack dump, a hang is reported within a minute
 CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and communicators
 AFTER_FAILURE_SECONDS = 10  # for the others, once a rank has failed
@@ -42,8 +40,8 @@ _SYNCBN = re.compile(r"syncbn")
 FORKSERVER_IMPORTS = ["syncbn", "torch._inductor.lowering", "support.plain_device", "support.trial"]
 
 
-# A process that starts asks for the exit status of all others. The fork server tells it once, and a
-# thread that asked at the same moment would find none.
+# A process that starts asks for the exit status of all others. The fork server gives it once, and a
+# thread that asks at the same moment would find none.
 _polling = threading.Lock()
 
 
@@ -103,8 +101,8 @@ class Ranks:
         if self.device == "plain":
             from support import plain_device
 
-            plain_device.build()  # once, and not in the time of a case
-        alike = not self.env and (self.device != "cuda" or IS_STANDIN)
+            plain_device.build()  # once, outside of a case's time
+        alike = self.device != "cuda" and not self.env
         context: Any = multiprocessing.get_context("forkserver" if alike else "spawn")
         if alike:
             _start_fork_server()
@@ -156,7 +154,7 @@ class Ranks:
     def outcomes(self, function: Any, *args: Any, **kwargs: Any) -> list[Any]:
         """Return each rank's result, or a :class:`Failure`.
 
-        Ranks that raised go on: syncbn leaves them a group that works.
+        Ranks that raised continue: syncbn leaves them a working group.
         """
         seconds = self.case_seconds
         if not self.processes:
@@ -269,9 +267,9 @@ def _only_of_syncbn(rule: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _nccl_on_shared_gpus(rank: int) -> dict[str, str]:
-    """Return what makes NCCL accept several ranks on one GPU: each calls itself another host.
+    """Return variables that make NCCL accept several ranks on one GPU, as different hosts.
 
-    From 2.30 on it also asks to be told that this is meant.
+    From 2.30 on NCCL also requires an explicit permission.
     """
     return {
         "NCCL_HOSTID": f"rank-{rank}",

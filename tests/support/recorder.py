@@ -1,4 +1,4 @@
-"""Records what became of the tests marked ``works(text)``: ``pytest --works=FOLDER``."""
+"""Records the outcomes of the tests marked ``works(text)``: ``pytest --works=FOLDER``."""
 
 import datetime
 import json

@@ -1,6 +1,6 @@
-"""A small training program on each rank, one of which does something else in its third step.
+"""A small training program on each rank, one of which differs in its third step.
 
-`faults.py` says what. All is float64, and small enough that a step takes no time.
+`faults.py` defines the step. Tensors are float64, and so small that steps take no time.
 """
 
 import os
@@ -22,7 +22,7 @@ FIRST_HALF = "linear1 norm1 linear2 norm2 point"
 
 
 class Point(nn.Module):
-    """A user's layer: does once what it was told, in its forward, backward or recomputation."""
+    """A user's layer that runs an action once, in its forward, backward or recomputation."""
 
     def __init__(self):
         super().__init__()
@@ -74,7 +74,7 @@ def batch(rank, step):
 class Training:
     """The program of a rank; ``mode`` is eager, compiled or checkpointed.
 
-    What is compiled are the layers before the point and those after it, each as one graph.
+    The layers before the point and those after it are compiled, each as one graph.
     """
 
     def __init__(self, rank, mode, channels=CHANNELS):
@@ -120,13 +120,13 @@ class Training:
         self.output.square().sum().backward()
 
     def steps_at(self, where, action):
-        """Make a step in which the point does ``action``."""
+        """Run a step in which the point runs ``action``."""
         self.model.point.actions[where] = action
         self.step()
 
 
 def run(rank, world_size, fault, where, mode, folder):
-    """Make two sound steps and the step of a fault; return what became of this rank."""
+    """Run two ordinary steps and the step of a fault; return this rank's outcome."""
     folder = Path(folder)
     (folder / f"process-{rank}").write_text(str(os.getpid()))
     training = Training(rank, mode, fault.channels)
@@ -134,7 +134,7 @@ def run(rank, world_size, fault, where, mode, folder):
     training.step()
     training.step()
     training.before = training.buffers()
-    if not is_late():  # where torch's watchdog ends the process at the timeout
+    if not is_late():  # there torch's watchdog would end the process at the timeout
         # Only now: compilers take seconds, more on one rank than on the other.
         set_timeout(training, fault.timeout)
     last = world_size - 1
@@ -147,8 +147,8 @@ def run(rank, world_size, fault, where, mode, folder):
             fault.others_do(training, where)
         if is_late():
             must_hear = fault.others.late.pattern.startswith("RuntimeError")
-            goes_on = rank != last or not fault.stops
-            hear(training, goes_on, HEAR_SECONDS if must_hear else 0)
+            continues = rank != last or not fault.stops
+            hear(training, continues, HEAR_SECONDS if must_hear else 0)
     except BaseException as raised:
         error = f"{type(raised).__name__}: {raised}"
     seconds = time.monotonic() - begin
@@ -160,12 +160,12 @@ def run(rank, world_size, fault, where, mode, folder):
         "error": error,
         "seconds": seconds,
         "before": training.before,
-        "after": training.buffers(),  # at last: a device that waits for others has no values
+        "after": training.buffers(),  # read last: a device that waits for others has no values
         "renewed": renewed,
     }
 
 
-# Over NCCL, where a host hears of a failure in a later pass.
+# Over NCCL, where a host learns of a failure in a later pass.
 
 LATE_STEPS = 8  # after the step of a fault
 DEVICE_SECONDS = 0.5  # by far more than a step takes
@@ -187,15 +187,15 @@ def has_device_arrived():
     return True
 
 
-def hear(training, goes_on, seconds):
-    """Make further steps, in one of which the host may hear of a failure.
+def hear(training, continues, seconds):
+    """Run further steps, in one of which the host may learn of a failure.
 
-    The host looks at its device after each step, and does not wait for it: as a program that reads
-    its loss only when the device has computed it. For ``seconds`` it goes on while the device
+    The host polls its device after each step and does not wait for it, like a program that reads
+    its loss only when the device has computed it. It continues for ``seconds`` while the device
     waits: another rank may be slow.
     """
     arrived, begin, num_steps = has_device_arrived(), time.monotonic(), 0
-    while goes_on and (
+    while continues and (
         num_steps < LATE_STEPS or (not arrived and time.monotonic() < begin + seconds)
     ):
         training.step()
@@ -211,7 +211,7 @@ def leave_group():
         try:
             dist.destroy_process_group()
             return
-        except dist.DistBackendError:  # what a communicator that has failed says to everything
+        except dist.DistBackendError:  # raised by every call on a failed communicator
             pass
     dist.distributed_c10d._abort_process_group()
 
@@ -224,7 +224,7 @@ def set_timeout(training, seconds):
 
 
 def renew(rank, survivors, folder):
-    """Train in a new group; return what went wrong, in words."""
+    """Train in a new group; return an error message, or nothing."""
     wait_for_each_other(rank, survivors, folder)
     try:
         training = train_in_new_group(rank, len(survivors), folder, "eager")
@@ -250,7 +250,7 @@ def train_in_new_group(rank, world_size, folder, mode):
 
 
 def wait_for_each_other(rank, survivors, folder):
-    """Wait until all have left the step: a rank that destroys its group tells the others so."""
+    """Wait until all have left the step: the others notice a rank that destroys its group."""
     (folder / f"left-{rank}").touch()
     deadline = time.monotonic() + 8
     while time.monotonic() < deadline:

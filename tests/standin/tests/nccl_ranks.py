@@ -157,7 +157,7 @@ class Meeting:
         return Communicator(handle)
 
     def tell(self, name: str, data: bytes = b"") -> None:
-        """Tell the other ranks something, or that something has happened."""
+        """Send a named message to the other ranks, or only its name."""
         (self.folder / f"{name}.part").write_bytes(data)
         (self.folder / f"{name}.part").rename(self.folder / name)
 
@@ -170,7 +170,7 @@ class Meeting:
 def run(
     function: Callable[..., Any], world_size: int, *arguments: Any, streams: str = "inline"
 ) -> list[Any]:
-    """Return each rank's ``function(meeting, *arguments)``, or what it raised, or "died"."""
+    """Return each rank's ``function(meeting, *arguments)``, its exception, or "died"."""
     context = multiprocessing.get_context("spawn")
     before = os.environ.get("STANDIN_STREAMS")
     os.environ["STANDIN_STREAMS"] = streams
@@ -213,4 +213,4 @@ def _serve(pipe: Any, function: Callable[..., Any], meeting: Meeting, arguments:
         outcome = traceback.format_exc()
     pipe.send(outcome)
     with contextlib.suppress(EOFError):
-        pipe.recv()  # until all ranks have an outcome: none takes this one for dead
+        pipe.recv()  # stays alive until all ranks have an outcome

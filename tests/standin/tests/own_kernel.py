@@ -26,7 +26,7 @@ def store(_data, grid, block, shared_bytes, arguments):
     ctypes.c_ubyte.from_address(address).value = total
 
 
-FUNCTION = ctypes.c_ubyte()  # what nvcc's stub of the kernel is
+FUNCTION = ctypes.c_ubyte()  # in place of nvcc's stub of the kernel
 
 
 def register():

@@ -29,7 +29,7 @@ def kernel(name, parameters, body, directives=""):
 
 
 def load(folder: Path, kernels: str) -> Callable[..., str | None]:
-    """Return ``launch(kernel, threads, arrays)``, which returns what went wrong, or None."""
+    """Return ``launch(kernel, threads, arrays)``, which returns an error message or None."""
     source = folder / "samples.ptx.cpp"
     source.write_text(translate(HEAD + kernels))
     library = folder / "kernels.so"

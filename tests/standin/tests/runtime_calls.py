@@ -1,6 +1,6 @@
 """The stand-in's CUDA runtime by ctypes, and scripts that run with other settings of it.
 
-Device memory is the host's, so that what late work has or has not written can be read at any time.
+Device memory is the host's, so that it can be read before late work has run.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ class CudaError(Exception):
 
 
 def call(name, *arguments):
-    """Call a function of the runtime; raise its error, which then is not the last one any more."""
+    """Call a function of the runtime; raise its error, and clear the last error."""
     code = getattr(library, name)(*arguments)
     if code:
         error = CudaError(code)
@@ -77,7 +77,7 @@ def copy(to, source, stream, size=1):
 
 
 def read(address):
-    """Return a byte as it is now, whatever has not run yet."""
+    """Return the present value of a byte, without waiting for work."""
     return ctypes.c_ubyte.from_address(address).value
 
 

@@ -1,4 +1,4 @@
-"""torch's operators on the stand-in have the values of the CPU."""
+"""torch's operators on the stand-in give the CPU's values."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def assert_as_on_cpu(function, *arguments, **tolerances):
     expected = function(*copies)
     assert results.is_cuda and results.dtype == expected.dtype
     torch.testing.assert_close(results.cpu(), expected, **tolerances)
-    torch.testing.assert_close(on_cpu(list(arguments)), copies)  # what it mutates, too
+    torch.testing.assert_close(on_cpu(list(arguments)), copies)  # also arguments that it mutates
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def assert_as_on_cpu(function, *arguments, **tolerances):
         lambda x, y: x.to(torch.float16).lerp(y.half(), 0.25),
     ],
 )
-def test_operators_have_the_values_of_the_cpu(function):
+def test_operators_give_the_values_of_the_cpu(function):
     assert_as_on_cpu(function, sequence(5, 6), sequence(5, 6).flip(1))
 
 
@@ -131,7 +131,7 @@ def test_foreach_takes_lists_of_mixed_devices():
     torch.testing.assert_close(lists[0].cpu(), lists[1])
 
 
-def test_batch_norm_has_the_values_of_the_cpu():
+def test_batch_norm_gives_the_values_of_the_cpu():
     def step(x, training=True):
         torch.manual_seed(0)
         layer = nn.BatchNorm2d(3).to(x.device).train(training)

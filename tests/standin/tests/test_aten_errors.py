@@ -1,4 +1,4 @@
-"""torch's operators on the stand-in: errors in torch's words, and what they leave."""
+"""Errors of torch's operators on the stand-in: torch's messages, and their consequences."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ from values import DEVICE, sequence
         lambda x, y: functional.linear(x, y),
     ],
 )
-def test_tensors_of_two_devices_are_an_error_in_torchs_words(function):
+def test_tensors_of_two_devices_raise_torchs_error(function):
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device, but"):
         function(sequence(3, 3), torch.ones(3, 3))
 
@@ -44,7 +44,7 @@ def test_wrong_arguments_leave_the_device_usable(function, message):
 
 @pytest.mark.skipif(
     os.environ.get("STANDIN_STREAMS", "inline") != "inline",
-    reason="what only the CPU's operator checks is found when it runs",
+    reason="errors that only the CPU's operator finds are raised when it runs",
 )
 def test_an_error_of_work_within_the_call_leaves_the_device_usable():
     x = sequence(3, 3)
@@ -54,7 +54,7 @@ def test_an_error_of_work_within_the_call_leaves_the_device_usable():
 
 
 def run_apart(program, **variables):
-    """Return the output of a program of its own, with the stand-in."""
+    """Return the output of a program in its own process, with the stand-in."""
     command = [sys.executable, "-c", f"import torch\n{program}"]
     environment = {**os.environ, **variables}
     return subprocess.run(command, env=environment, capture_output=True, text=True).stdout.split()
@@ -85,6 +85,6 @@ except RuntimeError as error:
     assert run_apart(program, STANDIN_DEVICES="2") == ["0", "3", "1", "4", "2", "5", "True"]
 
 
-def test_an_operator_without_counterpart_says_so():
+def test_an_operator_without_counterpart_is_named():
     with pytest.raises(NotImplementedError, match=r"standin: aten::_thnn_fused_lstm_cell has no"):
         nn.LSTMCell(3, 3, device=DEVICE)(sequence(2, 3))

@@ -44,7 +44,7 @@ def test_a_generator_has_numbers_of_its_own():
     assert torch.equal(first, torch.rand(9, device=DEVICE, generator=generator))
 
 
-def test_the_generator_of_the_cpu_is_left_alone():
+def test_the_generator_of_the_cpu_is_not_used():
     state = torch.get_rng_state()
     draws()
     assert torch.equal(state, torch.get_rng_state())
@@ -56,7 +56,7 @@ def test_dropout_drops_its_part_and_scales_the_rest():
     assert 0.72 < (y > 0).float().mean().item() < 0.78
 
 
-def test_replays_of_a_graph_draw_other_numbers():
+def test_replays_of_a_graph_draw_new_numbers():
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         numbers = torch.rand(9, device=DEVICE)

@@ -1,4 +1,4 @@
-"""Captures of the stand-in: what they keep, and what they refuse as a GPU does."""
+"""Captures of the stand-in: captured work, and calls that are refused as on a GPU."""
 
 import contextlib
 import ctypes
@@ -174,7 +174,7 @@ def test_waiting_for_an_event_of_another_capture_is_refused(stream):
     library.cudaStreamEndCapture(other, ctypes.byref(ctypes.c_void_p()))
 
 
-def test_work_that_is_not_joined_is_refused():
+def test_unjoined_work_is_refused():
     address, stream, other = allocate(), make_stream(), make_stream()
     begin(stream)
     fork(stream, other)
@@ -184,7 +184,7 @@ def test_work_that_is_not_joined_is_refused():
     assert not library.standin_is_capturing(other)
 
 
-def test_work_that_is_joined_is_not_refused():
+def test_joined_work_is_not_refused():
     address, stream, other = allocate(), make_stream(), make_stream()
     begin(stream)
     fork(stream, other)
@@ -238,7 +238,7 @@ def test_the_capture_ends_where_it_began(stream):
 
 
 def in_thread(function):
-    """Return what a function raises in another thread, or None."""
+    """Return the exception of a function in another thread, or None."""
     raised = []
 
     def run():
@@ -257,7 +257,7 @@ def test_a_global_capture_forbids_allocations_of_other_threads(stream):
     assert "cudaMalloc while a stream is capturing" in str(in_thread(allocate))
 
 
-def test_a_thread_local_capture_forbids_those_of_its_own_thread():
+def test_a_thread_local_capture_forbids_allocations_of_its_own_thread():
     stream = make_stream()
     begin(stream, THREAD_LOCAL)
     assert in_thread(allocate) is None
@@ -291,7 +291,7 @@ def test_a_capture_ends_in_its_thread(stream):
 # --- Dependencies
 
 
-def test_a_capture_tells_what_the_next_node_depends_on():
+def test_a_capture_gives_the_dependencies_of_the_next_node():
     address, stream, other = allocate(), make_stream(), make_stream()
     begin(stream)
     assert dependencies(stream) == []
@@ -317,7 +317,7 @@ def test_nodes_keep_their_handles():
     assert nodes_of(end(stream)) == handles
 
 
-def test_dependencies_that_are_replaced_need_not_be_joined():
+def test_replaced_dependencies_need_not_be_joined():
     address, stream, other = allocate(), make_stream(), make_stream()
     begin(stream)
     fork(stream, other)

@@ -1,4 +1,4 @@
-"""Devices of the stand-in: their number, the current one, and errors of theirs."""
+"""Devices of the stand-in: their number, the current one, and their errors."""
 
 import ctypes
 
@@ -27,7 +27,7 @@ def test_torch_sees_the_device():
     assert (properties.major, properties.multi_processor_count) == (9, 132)
 
 
-def test_a_device_that_is_not_there_is_refused():
+def test_a_missing_device_is_refused():
     with pytest.raises(CudaError, match="^invalid device ordinal$"):
         call("cudaSetDevice", 100)
 
@@ -61,7 +61,7 @@ def test_threads_have_their_own_device():
     assert run_script(script, STANDIN_DEVICES="2") == "1 [0]"
 
 
-def test_a_function_of_the_driver_that_is_missing_says_so(capfd):
+def test_a_missing_function_of_the_driver_writes_its_name(capfd):
     function = ctypes.c_void_p()
     call(
         "cudaGetDriverEntryPointByVersion",

@@ -1,4 +1,4 @@
-"""Events of the stand-in: what waits for them, and their times."""
+"""Events of the stand-in: waits for them, and their times."""
 
 import ctypes
 
@@ -40,7 +40,7 @@ def test_a_stream_waits_for_an_event():
     assert run_script(script, **LATE) == "7"
 
 
-def test_an_event_covers_what_was_enqueued_before_it():
+def test_an_event_covers_work_enqueued_before_it():
     script = """
         address, stream, event = allocate(), make_stream(), make_event()
         write(address, 7, stream)
@@ -66,7 +66,7 @@ def test_a_wait_is_for_the_record_before_it():
     assert run_script(script, **LATE) == "255"
 
 
-def test_late_work_runs_once_an_event_is_queried_again_and_again():
+def test_late_work_runs_once_an_event_is_queried_repeatedly():
     script = """
         import time
         address, stream, event = allocate(), make_stream(), make_event()
@@ -87,7 +87,7 @@ def test_an_event_that_was_not_recorded_is_ready():
     call("cudaEventSynchronize", event)
 
 
-def test_the_time_between_events_is_that_of_the_work():
+def test_the_time_between_events_is_the_works():
     begin, end, stream = make_event(), make_event(), make_stream()
     call("cudaEventRecord", begin, stream)
     sleep(0.05, stream)
@@ -111,7 +111,7 @@ def test_events_without_a_time_are_refused(flags, records, words):
     assert error.value.code == INVALID_RESOURCE_HANDLE
 
 
-def test_an_event_is_of_one_device():
+def test_an_event_belongs_to_one_device():
     script = """
         event = make_event()
         call("cudaSetDevice", 1)

@@ -1,4 +1,4 @@
-"""Launches of the stand-in's graphs: their order, and what lives as long as a graph."""
+"""Launches of the stand-in's graphs: their order, and lifetimes."""
 
 import contextlib
 import ctypes
@@ -66,8 +66,8 @@ def test_a_launch_keeps_the_order_of_dependencies():
     assert [read(address) for address in (first, second, third)] == [7, 7, 7]
 
 
-def test_a_missing_dependency_shows():
-    """The copy is captured behind the write, but does not depend on it."""
+def test_a_missing_dependency_changes_the_result():
+    """The copy is captured after the write, but does not depend on it."""
     first, second = allocate(), allocate()
     stream, other = make_stream(), make_stream()
     with captured(stream) as graph:
@@ -79,7 +79,7 @@ def test_a_missing_dependency_shows():
     assert (read(first), read(second)) == (7, POISON)
 
 
-def test_a_launch_is_in_the_order_of_its_stream():
+def test_a_launch_keeps_the_order_of_its_stream():
     script = """
         address, result, stream = allocate(), allocate(), make_stream()
         call("cudaStreamBeginCapture", stream, GLOBAL)

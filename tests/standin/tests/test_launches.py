@@ -34,7 +34,7 @@ def test_a_kernel_gets_its_launch_and_its_arguments():
     assert read(address) == 2 + 1 + 1 + 32 + 1 + 1 + 16
 
 
-def test_arguments_are_those_of_the_call():
+def test_arguments_are_copied_at_the_call():
     script = """
         from own_kernel import *
         register()
@@ -130,7 +130,7 @@ def test_a_failed_device_stays_failed():
 
 
 @pytest.mark.parametrize("ends_device", [False, True])
-def test_a_launch_fails_where_it_is_told_to(ends_device):
+def test_a_launch_can_be_made_to_fail(ends_device):
     script = f"""
         from own_kernel import *
         register()

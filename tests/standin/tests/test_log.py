@@ -59,7 +59,7 @@ def test_waits_are_logged_by_the_names_of_the_calls():
     ]
 
 
-def test_what_does_not_wait_or_launch_is_not_logged():
+def test_calls_that_neither_wait_nor_launch_are_not_logged():
     stream, event, pinned, address = make_stream(), make_event(), allocate_pinned(), allocate()
     take_log()
     call("cudaEventRecord", event, stream)

@@ -1,4 +1,4 @@
-"""Memory of the stand-in: its limits, what new memory holds, and what an address is."""
+"""Memory of the stand-in: its limits, the content of new memory, and queries of addresses."""
 
 import ctypes
 
@@ -67,7 +67,7 @@ def test_a_device_counts_its_memory():
     assert free_bytes() == before
 
 
-def test_a_device_has_only_its_memory():
+def test_a_device_runs_out_of_memory():
     with pytest.raises(CudaError, match="^out of memory$") as error:
         allocate(free_bytes() + 1)
     assert error.value.code == OUT_OF_MEMORY
@@ -87,7 +87,7 @@ def test_torch_reports_that_memory_is_out():
 @pytest.mark.parametrize(
     ("make_address", "kind", "offset"), [(allocate, DEVICE, 5), (allocate_pinned, HOST, 0)]
 )
-def test_an_address_tells_whose_it_is(make_address, kind, offset):
+def test_the_owner_of_an_address_is_known(make_address, kind, offset):
     address = make_address(10) + offset
     found = attributes(address)
     assert (found.type, found.device, found.device_pointer) == (kind, 0, address)
@@ -147,7 +147,7 @@ def test_a_copy_stays_within_its_allocations(is_source):
     copy(*pair, stream, 6)
 
 
-def test_a_memset_is_of_an_allocation():
+def test_a_memset_outside_of_allocations_is_refused():
     words = "^standin: cudaMemsetAsync of memory that is no allocation$"
     with pytest.raises(CudaError, match=words):
         write(ctypes.addressof(ctypes.c_int()), 0, make_stream())

@@ -1,4 +1,4 @@
-"""The stand-in's NCCL gives each rank what NCCL gives it: collectives, groups, communicators."""
+"""The stand-in's NCCL gives each rank NCCL's results: collectives, groups, communicators."""
 
 import ctypes
 
@@ -160,7 +160,7 @@ def test_collectives(count, streams):
 
 
 def rotates(meeting, count):
-    """Pass values on to the next rank and back, by one group whose order is no rank's friend."""
+    """Exchange values with all ranks, receiving in the reverse order of sending."""
     communicator = meeting.join()
     rank, size = meeting.rank, meeting.world_size
     mine = Buffer(values_of(rank, count))
@@ -274,7 +274,7 @@ def uses_two_streams(meeting):
 
 @pytest.mark.parametrize("streams", MODES)
 def test_work_of_two_streams_runs_in_the_order_of_calls(streams):
-    """As with NCCL, which makes each stream wait for the communicator's last work."""
+    """NCCL too makes each stream wait for the communicator's last work."""
     assert nccl_ranks.run(uses_two_streams, 2, streams=streams) == [[1024.0]] * 2
 
 

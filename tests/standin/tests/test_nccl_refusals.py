@@ -1,4 +1,4 @@
-"""What NCCL leaves undefined, the stand-in's NCCL refuses: soon, and in words."""
+"""The stand-in's NCCL soon refuses calls that NCCL leaves undefined, with a message."""
 
 import contextlib
 import os
@@ -87,7 +87,7 @@ def test_ranks_with_different_roots():
 def sends_less(meeting):
     communicator = meeting.join()
     if meeting.rank == 0:
-        with contextlib.suppress(NcclError):  # which it gets if the other rank has come first
+        with contextlib.suppress(NcclError):  # raised here if the other rank has come first
             communicator.send(Buffer([1.0] * 3), 1)
         return communicator.wait_for_error()
     buffer = Buffer([1.0] * 4)
@@ -103,7 +103,7 @@ def test_receive_of_another_size():
     assert "send of 3 float32 values to rank 1" in words
 
 
-def goes_on(meeting):
+def continues_after_a_failure(meeting):
     """After a failure each call fails; another communicator works."""
     communicator = meeting.join()
     with pytest.raises(NcclError):
@@ -118,7 +118,7 @@ def goes_on(meeting):
 
 
 def test_communicator_is_lost_after_a_failure():
-    assert nccl_ranks.run(goes_on, 2) == [[2.0]] * 2
+    assert nccl_ranks.run(continues_after_a_failure, 2) == [[2.0]] * 2
 
 
 def runs_two_graphs(meeting):
@@ -206,7 +206,7 @@ def refuses_arguments(meeting):
     return words
 
 
-def test_arguments():
+def test_bad_arguments_are_refused():
     assert nccl_ranks.run(refuses_arguments, 1) == [
         {
             "op": "there is no operation 77",
@@ -280,7 +280,7 @@ def receives_from_dead(meeting, name):
 
 
 def aborts(meeting):
-    """Rank 0 gives up its collective; rank 1 waits on, until rank 0's process ends."""
+    """Rank 0 aborts its collective; rank 1 keeps waiting, until rank 0's process ends."""
     communicator = meeting.join()
     buffer = Buffer([1.0])
     outcome = []
@@ -294,7 +294,7 @@ def aborts(meeting):
     if meeting.rank == 1:
         communicator.all_reduce(buffer)
         meeting.hear("aborted")
-        communicator.all_reduce(buffer)  # for this one, rank 0 has given its values
+        communicator.all_reduce(buffer)  # rank 0 has sent its values for this one
         start = time.monotonic()
         thread = threading.Thread(target=all_reduce)
         thread.start()
@@ -331,5 +331,5 @@ def shrinks(meeting):
     return buffer.get()
 
 
-def test_the_others_go_on_without_a_dead_rank():
+def test_the_others_continue_without_a_dead_rank():
     assert nccl_ranks.run(shrinks, 3) == [[2.0], "died", [2.0]]

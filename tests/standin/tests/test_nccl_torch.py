@@ -1,4 +1,4 @@
-"""torch's own ProcessGroupNCCL on the stand-in's NCCL, and what is made of it: DDP, FSDP, ZeRO."""
+"""torch's own ProcessGroupNCCL on the stand-in's NCCL, and DDP, FSDP and ZeRO on top of it."""
 
 import contextlib
 import time
@@ -228,7 +228,7 @@ def test_captured_collectives_of_two_streams(ranks):
     assert ranks.run(captures_two_streams) == [[[3.0] * 6, [7.0] * 6]] * 2
 
 
-# --- What is made of collectives
+# --- Training
 
 
 def model():
@@ -302,7 +302,7 @@ def disagrees_unseen(rank, world_size):
     time.sleep(8)
 
 
-def test_watchdog_sees_what_fails_later(capfd):
+def test_watchdog_sees_later_failures(capfd):
     env = {"STANDIN_STREAMS": "async", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     with started(WORLD_SIZE, **env) as ranks:
         ranks.run(disagrees_unseen)

@@ -78,7 +78,7 @@ def test_memory_is_given_back_in_the_order_of_the_stream():
     assert run_script(script, **LATE) == "True False 7"
 
 
-def test_using_memory_before_its_stream_allocates_it_shows():
+def test_memory_used_before_its_stream_allocates_it_loses_its_values():
     script = """
         stream, other = make_stream(), make_stream()
         memory = make("cudaMallocAsync", ctypes.c_size_t(8), stream).value
@@ -90,7 +90,7 @@ def test_using_memory_before_its_stream_allocates_it_shows():
     assert run_script(script, **LATE) == "255"
 
 
-def test_a_full_device_waits_for_what_is_freed_in_the_stream():
+def test_a_full_device_waits_for_frees_in_the_stream():
     script = """
         stream = make_stream()
         first = make("cudaMallocAsync", ctypes.c_size_t(900), stream)

@@ -196,7 +196,7 @@ def launch(tmp_path_factory):
 
 
 @pytest.mark.parametrize("words", FAULTS)
-def test_fault_ends_the_launch_with_words(launch, words):
+def test_fault_ends_the_launch_with_a_message(launch, words):
     memory, more = np.zeros((2, 8), dtype=np.uint64)
     unwritten = memory if "write without" in words else None
     if "yet to write" in words:
@@ -274,7 +274,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize("statement", UNKNOWN)
-def test_what_is_not_known_is_an_error(statement):
+def test_unknown_ptx_is_an_error(statement):
     assert "goto" not in translate(HEAD + kernel("known", 1, "ret;"))
     with pytest.raises(UnknownPtxError):
         translate(HEAD + kernel("unknown", 1, statement))

@@ -51,7 +51,7 @@ def test_late_work_runs_after_its_delay():
     assert run_script(script, STANDIN_STREAMS="late", STANDIN_DELAY_MS="300") == "True"
 
 
-def test_late_work_runs_once_a_stream_is_asked_whether_it_is_ready():
+def test_late_work_runs_once_a_stream_is_queried():
     script = """
         import time
         address, stream = allocate(), make_stream()
@@ -66,7 +66,7 @@ def test_late_work_runs_once_a_stream_is_asked_whether_it_is_ready():
 
 
 def seen_by(reader, writer, mode="late"):
-    """Return what one stream reads of what another one has been given to write just before."""
+    """Return the value that one stream reads just after another was told to write it."""
     script = f"""
         first, second = allocate(), allocate()
         reader, writer = {reader}, {writer}
@@ -152,7 +152,7 @@ def test_a_destroyed_stream_is_unknown():
     assert error.value.code == INVALID_RESOURCE_HANDLE
 
 
-def test_the_flags_of_a_stream_are_told():
+def test_the_flags_of_a_stream_can_be_queried():
     flags = ctypes.c_uint(9)
     call("cudaStreamGetFlags", make_stream(BLOCKING), ctypes.byref(flags))
     assert flags.value == BLOCKING

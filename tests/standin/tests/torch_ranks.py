@@ -49,7 +49,7 @@ class Ranks:
 
 @contextlib.contextmanager
 def started(world_size: int, **environment: str) -> Iterator[Ranks]:
-    """Start processes with additional variables; end them at the end."""
+    """Start processes with additional environment variables, and end them afterwards."""
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     with tempfile.TemporaryDirectory() as folder:
@@ -67,7 +67,7 @@ def started(world_size: int, **environment: str) -> Iterator[Ranks]:
 
 
 def _serve(pipe: Any, rank: int, world_size: int, store: str, environment: dict[str, str]) -> None:
-    os.environ.update(environment)  # torch reads it as it is imported
+    os.environ.update(environment)  # torch reads it at import
     import torch
     import torch.distributed as dist
 
