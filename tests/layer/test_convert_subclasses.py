@@ -116,7 +116,7 @@ def test_module_named_activation_of_a_layer_without_methods_stays():
 
 
 class Registered(nn.BatchNorm2d):
-    """Keeps a list of its subclasses, each of which must give a key."""
+    """Keeps a list of its subclasses. Each subclass must give a key."""
 
     classes: ClassVar = {}
 

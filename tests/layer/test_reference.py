@@ -44,7 +44,7 @@ def whole_batch():
 
 
 def layer_of_rank(rank, world_size, normalize):
-    """A function of the whole batch, of which each rank computes a share."""
+    """A function of the whole batch. Each rank computes a share."""
 
     def layer(x, weight, bias):
         shares = Replicate.apply(x).tensor_split(world_size)

@@ -1,4 +1,4 @@
-"""A small training program on each rank, one of which differs in its third step.
+"""A small training program on each rank. One rank differs in its third step.
 
 `faults.py` defines the step. Tensors are float64, and so small that steps take no time.
 """
@@ -188,7 +188,7 @@ def has_device_arrived():
 
 
 def hear(training, continues, seconds):
-    """Run further steps, in one of which the host may learn of a failure.
+    """Run further steps. In one of them the host may learn of a failure.
 
     The host polls its device after each step and does not wait for it, like a program that reads
     its loss only when the device has computed it. It continues for ``seconds`` while the device
