@@ -89,20 +89,20 @@ $(VENV)/main-tests.stamp: $(TORCH_STAMP) pyproject.toml
 	$(PIP_INSTALL) --group wheel-test
 	touch $@
 
-# Warnings are errors where all is tested, and never in a user's build: a newer compiler has new ones.
+# Warnings are errors here, but not in a user's build: a newer compiler may have new ones.
 test-all: STRICT := CPPFLAGS="$(CPPFLAGS) -Werror" \
     NVCC_APPEND_FLAGS="$(NVCC_APPEND_FLAGS) -Werror=all-warnings -Xcompiler=-Werror"
 FOLDERS := compile package emulation ranks frameworks layer operators cuda sanitizer
 .PHONY: test-all $(FOLDERS:%=test-%)
 test-all: lint $(FOLDERS:%=test-%)
-# Threads that spin while they wait take the processors from other processes of a test: three times the
-# time on two cores.
+# OpenMP threads that spin while they wait take the processors from a test's other processes: three
+# times the time on two cores.
 test $(FOLDERS:%=test-%) standin-%: export OMP_WAIT_POLICY := PASSIVE
 $(FOLDERS:%=test-%): test-%: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/pytest tests/$*
 
-# Late work on two devices shows the mistakes that other modes show, but no access outside of a tensor:
-# operators run without torch's cache for that (tests/standin/README.md).
+# Late work on two devices shows the mistakes that the other modes show. Accesses outside of a
+# tensor show without torch's cache: the operators' tests run so (tests/standin/README.md).
 STANDIN := $(BIN)/python tests/standin/run.py $(BIN)/pytest
 STANDIN_PARTS := late own operators
 .PHONY: $(STANDIN_PARTS:%=standin-%) standin-build standin-core
@@ -120,7 +120,7 @@ standin-core:
 	STANDIN_DEVICES=2 STANDIN_STREAMS=late \
 	    $(STANDIN) -m "cuda and not any_torch" tests/cuda tests/ranks/test_cuda_ranks.py
 
-# A subset is drawn but leaves the README alone.
+# The README's table needs the whole measurement.
 bench: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/python -m benchmarks run --device $(DEVICE) $(if $(QUICK),--quick)
 	$(if $(QUICK),,$(BIN)/python -m benchmarks table)

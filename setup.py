@@ -100,7 +100,7 @@ def choose_architectures(nvcc: Path) -> tuple[str, list[str], str]:
     here = {10 * major + minor for major, minor in capabilities}
     if here and here <= known:
         architectures = sorted(here)
-        about = ", the GPUs that are here (TORCH_CUDA_ARCH_LIST names others)"
+        about = ", for the GPUs of this machine (TORCH_CUDA_ARCH_LIST names others)"
     else:
         architectures = [a for a in GPU_ARCHITECTURES if a in known]
     ptx = min(GPU_PTX, architectures[-1])

@@ -13,8 +13,8 @@ all: oldest newest again
 export PIP_NO_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-# The wheel, and the environment of the tools. Of the CUDA library only the code of one GPU and its PTX:
-# a release builds all, and tools/wheels.py looks for spilled registers in each.
+# The wheel and the tools' environment. The CUDA library is built for one GPU and as PTX: a release
+# builds it for all GPUs, and tools/wheels.py looks for spilled registers in each.
 built: export TORCH_CUDA_ARCH_LIST := 9.0+PTX
 built: export CPPFLAGS := -Werror
 built: export NVCC_APPEND_FLAGS := -Werror=all-warnings -Xcompiler=-Werror
@@ -23,7 +23,7 @@ built:
 	rm -rf build/again
 	.venv-oldest/bin/python -m build --sdist --no-isolation --outdir build/again
 
-# A download, while the wheel compiles.
+# Downloads while the wheel compiles.
 torch:
 	$(MAKE) .venv-newest/torch-2.15.0.stamp $(NEWEST)
 
@@ -39,9 +39,9 @@ newest: built torch
 	    $(MAKE) test-compile standin-core test-layer $(NEWEST) $(BUILT)
 	.venv-newest/bin/mypy
 
-# The README's other way in: pip builds with the newest torch, the oldest loads it. The CPU operators
-# alone: the stand-in compiles the others with the newest torch. Not in this folder, whose build other
-# tests may import.
+# The README's other installation: pip builds the sdist with the newest torch, and the oldest loads
+# the result. CPU operators only: the stand-in compiles the others with the newest torch. In a folder
+# of its own, because other tests may import this one's build.
 again: built
 	SYNCBN_CUDA=0 CXX=$(CURDIR)/.ci/unoptimizing-c++ \
 	    .venv-oldest/bin/pip install --quiet --no-deps --target build/again/site build/again/*.tar.gz

@@ -68,8 +68,8 @@ def make_theirs(case: Case, device: torch.device) -> nn.Module:
 
 
 @contextlib.contextmanager
-def sending_alone() -> Iterator[None]:
-    """Let our layers use the group of one, too."""
+def group_of_one() -> Iterator[None]:
+    """Make our layers run collectives in a group of one rank."""
 
     def is_in(record: PassRecord, group: object) -> bool:
         return record.state is not None and record.state.get_group() is group
@@ -151,7 +151,7 @@ def main(path: str, suite_name: str) -> None:
     suite = CUDA_SUITES[suite_name]
     # torch's allocator reuses memory; the host's threads are idle.
     setting = Setting(suite, CUDA, 1, "tuned", eager_clock, gpu_clock, num_buffers, make_theirs)
-    with sending_alone():
+    with group_of_one():
         write(Path(path), stamp(setting_rows(setting), "cuda"))
     dist.destroy_process_group()
     worlds = [n for n in suite.worlds if n <= torch.cuda.device_count()]

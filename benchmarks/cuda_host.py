@@ -138,16 +138,16 @@ def part_calls(layers: int) -> dict[Key, Call]:
         "the same on the CPU": lambda: cpu.add_(1),
         "an all_reduce": lambda: dist.all_reduce(x),
         "an event": lambda: event.record(),
-        "a question to it": lambda: event.query(),
+        "a query of the event": lambda: event.query(),
     }
     calls: dict[Key, Call] = {
         ("statistics", "forward"): lambda: [p.statistics() for p in passes],
-        ("and their sum", "forward"): lambda: [p.sums() for p in passes],
-        ("and normalization", "forward"): lambda: [p.normalized() for p in passes],
-        ("and checks, Function", "forward"): lambda: [p.trained() for p in passes],
+        ("+ all-reduce", "forward"): lambda: [p.sums() for p in passes],
+        ("+ normalization", "forward"): lambda: [p.normalized() for p in passes],
+        ("+ checks and Function", "forward"): lambda: [p.trained() for p in passes],
         ("reduction", "backward"): lambda: [p.reduced() for p in passes],
-        ("and its sum", "backward"): lambda: [p.backward_sums() for p in passes],
-        ("and the gradient", "backward"): lambda: [p.backward_applied() for p in passes],
+        ("+ all-reduce", "backward"): lambda: [p.backward_sums() for p in passes],
+        ("+ the input's gradient", "backward"): lambda: [p.backward_applied() for p in passes],
     }
     return calls | {(name, "part"): repeat(part, layers) for name, part in parts.items()}
 

@@ -141,7 +141,7 @@ class Step:
         self.context: Callable[[], Any] = contextlib.nullcontext
         if variant == "syncbn, group":
             convert_sync_batchnorm(model)
-            self.context = sending_alone if device.type == "cuda" else contextlib.nullcontext
+            self.context = group_of_one if device.type == "cuda" else contextlib.nullcontext
         elif variant == "syncbn, one process":
             convert_sync_batchnorm(model, group_size=1)
         elif variant == "torch's SyncBatchNorm, group":
@@ -199,11 +199,11 @@ class Step:
         return count_operations(group, self.device) - before
 
 
-def sending_alone() -> Any:
+def group_of_one() -> Any:
     """Return a context in which our layers run collectives in a group of one rank."""
     from benchmarks import cuda
 
-    return cuda.sending_alone()
+    return cuda.group_of_one()
 
 
 def use_torchs(model: nn.Module) -> None:

@@ -11,12 +11,12 @@ targets:
 	@echo "sdist      build dist/*.tar.gz"
 	@echo "wheels     build the sdist, and of it dist/*manylinux*.whl, one for each Python at hand"
 	@echo "manylinux  the same in Docker for each Python and an older glibc, as PyPI gets them"
-	@echo "try-wheel  install WHEEL alone into VENV and run the tests that each wheel passes"
+	@echo "try-wheel  install WHEEL and torch into VENV and run the tests that each wheel passes"
 	@echo "requirements  write what a release installs, with hashes, by uv"
 
 include Makefile
 
-# What is computed on devices without operators, in place of the CPU's.
+# Torch's expressions, as on devices without operators, in place of the CPU operators.
 hidden: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/pytest tests/layer/test_plain.py tests/ranks/test_plain_ranks.py tests/layer/test_hidden.py
 	SYNCBN_HIDE_OPERATORS=1 $(BIN)/pytest tests/layer tests/ranks
@@ -28,7 +28,7 @@ sanitize: $(VENV)/tools.stamp
 	    $(BIN)/pytest -k "matches and float16 or offsets11 or small_inner or any_dtype or empty" \
 	    tests/emulation/test_kernels.py tests/emulation/test_training.py
 
-# Each torch in its environment of .ci/run. The table is of CPUs.
+# In the environments of .ci/run, on CPUs.
 works:
 	$(MAKE) -f tools/maintain.mk record-works VENV=.venv-oldest TORCH=2.11.0
 	$(MAKE) -f tools/maintain.mk record-works VENV=.venv-newest TORCH=2.15.0
@@ -54,8 +54,8 @@ sdist: build/release/tools.stamp
 	rm -rf dist build/wheels
 	$(RELEASE)/python -m build --sdist --no-isolation
 
-# Of the sdist, for that is what others build, and with the oldest torch, which all later ones load.
-# Torch's and NVIDIA's libraries come with torch. No GPU is seen, for which alone it would be built.
+# Built of the sdist, as others build it, with the oldest torch: all later ones load the result. The
+# libraries that come with torch stay out of it. setup.py must see no GPU, or builds for that alone.
 wheels: sdist $(PYTHONS:%=build/wheels/%)
 	@echo "Wheels of Python $(or $(PYTHONS),3.10 to 3.14: none is on PATH; PYTHONS names others)"
 	PATH="$(abspath $(RELEASE)):$$PATH" auditwheel repair --exclude 'lib*.so*' --wheel-dir dist \

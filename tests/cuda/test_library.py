@@ -208,10 +208,10 @@ def test_cuda_that_cannot_be_built(tmp_path, nvcc, words):
     [
         (
             [(9, 0), (8, 0), (9, 0)],
-            "8.0+PTX 9.0, the GPUs that are here (TORCH_CUDA_ARCH_LIST names",
+            "8.0+PTX 9.0, for the GPUs of this machine (TORCH_CUDA_ARCH_LIST names",
         ),
-        ([(9, 0)], "9.0+PTX, the GPUs that are here (TORCH_CUDA_ARCH_LIST names"),
-        ([(7, 5)], "7.5+PTX, the GPUs that are here (TORCH_CUDA_ARCH_LIST names"),
+        ([(9, 0)], "9.0+PTX, for the GPUs of this machine (TORCH_CUDA_ARCH_LIST names"),
+        ([(7, 5)], "7.5+PTX, for the GPUs of this machine (TORCH_CUDA_ARCH_LIST names"),
         ([], "7.5 8.0+PTX 9.0; built"),
         ([(8, 0), (12, 1)], "7.5 8.0+PTX 9.0; built"),  # this nvcc knows no 12.1
     ],

@@ -139,13 +139,13 @@ def test_layers_and_operators_are_timed_by_clocks_of_their_own(on_cpu, monkeypat
 def test_layers_that_are_timed_send_their_messages():
     code = """
 import torch, torch.distributed as dist
-from benchmarks.cuda import sending_alone
+from benchmarks.cuda import group_of_one
 from syncbn import SyncBatchNorm
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 sizes, original = [], dist.all_reduce
 dist.all_reduce = lambda tensor, **rest: (sizes.append(tensor.numel()), original(tensor, **rest))
 layer = SyncBatchNorm(4)
-with sending_alone():
+with group_of_one():
     layer(torch.rand(3, 4)).sum().backward()
 layer(torch.rand(3, 4)).sum().backward()
 print(sizes)
