@@ -132,7 +132,10 @@ def main() -> None:
     command.set_defaults(suite="full")
     command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     length = command.add_mutually_exclusive_group()
-    for name, text in {"quick": "a subset, in minutes", "tiny": "a smoke test: its figures mean nothing"}.items():
+    for name, text in {
+        "quick": "a subset, in minutes",
+        "tiny": "a smoke test: its figures mean nothing",
+    }.items():
         length.add_argument(f"--{name}", dest="suite", action="store_const", const=name, help=text)
     command.add_argument(
         "--output", type=Path, help="a folder; default for a subset: build/benchmarks"
@@ -141,7 +144,9 @@ def main() -> None:
     command = add(steps, "print time, memory and collectives of whole training steps of ResNets")
     command.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     command.add_argument("--rounds", type=int, default=15)
-    command.add_argument("--tiny", action="store_true", help="a smoke test: its figures mean nothing")
+    command.add_argument(
+        "--tiny", action="store_true", help="a smoke test: its figures mean nothing"
+    )
     command.add_argument("--output", type=Path, help="a folder for a CSV")
 
     command = add(
@@ -159,7 +164,9 @@ def main() -> None:
     command.add_argument("results", type=Path)
 
     about = "print the times of layers with masks relative to no mask; set OMP_NUM_THREADS=1"
-    add(masks, about).add_argument("--tiny", action="store_true", help="a smoke test: its figures mean nothing")
+    add(masks, about).add_argument(
+        "--tiny", action="store_true", help="a smoke test: its figures mean nothing"
+    )
 
     args = parser.parse_args()
     args.call(args)
