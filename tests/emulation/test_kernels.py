@@ -48,7 +48,7 @@ def sum_tolerance(dtype, terms, plan, in_chunks):
     Blocks are added up in float64.
     """
     threads = plan["block_y"] if plan["matrix"] else plan["block_x"]
-    vectors = math.ceil(plan["segment"] / threads)
+    vectors = math.ceil(plan["share"] / threads)
     if in_chunks:
         chunk = min(16, 128 // (plan["vector"] * dtype.itemsize)) if plan["matrix"] else 8
         vectors = chunk + 8 + 5 * math.ceil(vectors / chunk)
@@ -232,7 +232,7 @@ def test_every_value_counts_once(device, shape, layout, dtype):
         assert torch.equal(sums, expected)
 
 
-# Several tiles with so many segments that several threads reduce the partial sums of a channel,
+# Several tiles with so many splits that several threads reduce the partial sums of a channel,
 # each with all its loads in flight.
 MANY_SEGMENTS = {
     "rows of single channels": lambda width: (5200, 67),
@@ -247,7 +247,7 @@ MANY_SEGMENTS = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", MANY_SEGMENTS.values(), ids=MANY_SEGMENTS)
-def test_partial_sums_of_many_segments(library, shape, dtype):
+def test_partial_sums_of_many_blocks(library, shape, dtype):
     check_partial_sums(library, shape, dtype)
 
 

@@ -77,8 +77,8 @@ def test_huge_tensors_keep_to_the_limits_of_a_grid(library, shape, dtype, multip
     assert plan["tiles"] < 2**31 and plan["splits"] < 2**16
     assert plan["block_x"] * plan["block_y"] <= 256
     # A float counts the values of a matrix's column, or of a channel, exactly.
-    assert plan["segment"] * (1 if plan["matrix"] else plan["vector"]) <= 2**24
-    assert plan["segment"] * plan["values"] * plan["splits"] >= x.numel() / x.size(1)
+    assert plan["share"] * (1 if plan["matrix"] else plan["vector"]) <= 2**24
+    assert plan["share"] * plan["values"] * plan["splits"] >= x.numel() / x.size(1)
 
 
 @pytest.mark.parametrize("channels", [1064, 1200, 2048, 2128, 4096])

@@ -28,8 +28,8 @@ SANITIZED = ["-O1", "-fsanitize=address"]  # finds accesses outside of allocatio
 
 ORDERS = ["forward", "reverse", "shuffled"]  # of blocks and threads
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]  # as in DType
-# The segment counts rows or vectors, each with `values` values of a channel.
-PLAN = ["matrix", "vector", "aligned", "block_x", "block_y", "tiles", "splits", "segment", "values"]
+# The share of a block is rows or vectors, each with `values` values of a channel.
+PLAN = ["matrix", "vector", "aligned", "block_x", "block_y", "tiles", "splits", "share", "values"]
 MARGIN_BYTES = 64
 
 # AddressSanitizer only checks accesses: one order on one device is enough.

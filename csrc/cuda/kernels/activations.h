@@ -69,7 +69,7 @@ void dispatch_activation(const ActivationChoice& choice, DType dtype, const Func
 // unrolled further, such kernels would be half of the library. Other exponentials and float64 need
 // registers: with all loads, sm_100 and sm_120 spill if they are built from their own PTX.
 template <typename Formula, typename A>
-__device__ constexpr int steps_in_flight(int loads) {
+SYNCBN_HOST_DEVICE constexpr int steps_in_flight(int loads) {
   constexpr bool kInDouble = sizeof(A) == sizeof(double);
   if (Formula::kIsLong && kInDouble) {
     return 2;

@@ -143,42 +143,51 @@ struct LoadedConstants {
 };
 
 template <typename T, int kVector, typename Formula>
+SYNCBN_HOST_DEVICE constexpr int matrix_steps() {
+  return steps_in_flight<Formula, compute_t<T>>(rows_in_flight(kReduction, sizeof(T) * kVector));
+}
+
+template <typename T, typename Formula>
+SYNCBN_HOST_DEVICE constexpr int planar_steps() {
+  return steps_in_flight<Formula, compute_t<T>>(kReduction.vectors);
+}
+
+template <typename T, int kVector, typename Formula>
 __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
     backward_reduce_matrix_kernel(Matrix matrix, Tensors<T, Formula::kInputs> tensors,
                                   GradOutputs out, Formula formula) {
   using A = compute_t<T>;
   using State = GradSums<A, kVector>;
   constexpr int kInputs = Formula::kInputs;
-  constexpr int kSteps =
-      steps_in_flight<Formula, A>(rows_in_flight(kReduction, sizeof(T) * kVector));
+  constexpr int kSteps = matrix_steps<T, kVector, Formula>();
   auto& memory = shared_memory<GradMemory<A, kVector>>();
 
   const int64_t column = matrix.column<kVector>();
-  const int rows = column < matrix.columns ? matrix.num_rows() : 0;
+  ChunkWalk<kReduction.direction> chunks(matrix.chunks, column < matrix.columns);
+  const int row = threadIdx.y;
   const int step = blockDim.y;
   const int64_t stride = step * matrix.columns;
-  int row = threadIdx.y;
-  int64_t next = (matrix.first_row() + row) * matrix.columns + column;
+  int64_t offset = (chunks.first() + row) * matrix.columns + column;
   Vector<T, kVector> values[kInputs][kSteps];
   const auto load_rows = [&] {
+    const int left = chunks.left(row);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if (row + k * step < rows) {
+      if (k * step < left) {
 #pragma unroll
         for (int i = 0; i < kInputs; ++i) {
           // If the weights are stored, the next pass reads them in place of dy.
-          const T* const from = tensors.input[i] + next;
+          const T* const from = tensors.input[i] + offset + k * stride;
           values[i][k] = Formula::kStores && i != 1 ? load<kVector, Reuse::kNever>(from)
                                                     : load<kVector, Reuse::kSoon>(from);
         }
       }
-      next += stride;
     }
   };
   // Threads wait for the constants after they have issued the loads of the first rows.
   LoadedConstants<Formula> loaded[kVector];
   matrix.for_each_column<kVector>([&](int v, int channel) {
-    if (rows > 0) {
+    if (chunks.has_chunk()) {
       loaded[v].load(out, matrix.channels, blockIdx.x * matrix.tile_channels + channel);
     }
   });
@@ -190,10 +199,11 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
   }
 
   State state;
-  while (row < rows) {
+  while (chunks.has_chunk()) {
+    const int left = chunks.left(row);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if (row + k * step < rows) {
+      if (k * step < left) {
         Vector<T, kVector> stored;
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
@@ -210,11 +220,12 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
           }
         }
         if constexpr (Formula::kStores) {
-          store(tensors.output + next - (kSteps - k) * stride, stored);
+          store(tensors.output + offset + k * stride, stored);
         }
       }
     }
-    row += kSteps * step;
+    chunks.advance();
+    offset += matrix.stride;
     load_rows();
   }
 
@@ -230,21 +241,22 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
   using A = compute_t<T>;
   using State = GradSums<A, 1>;
   constexpr int kInputs = Formula::kInputs;
-  constexpr int kSteps = steps_in_flight<Formula, A>(kReduction.vectors);
+  constexpr int kSteps = planar_steps<T, Formula>();
   auto& memory = shared_memory<ReductionMemory<TwoSums>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int vectors = channel < planar.channels ? planar.num_vectors() : 0;
+  ChunkWalk<kReduction.direction> chunks(planar.chunks, channel < planar.channels);
+  const int at = threadIdx.x;
   const int step = blockDim.x;
-  int at = threadIdx.x;
   Vector<T, kVector> values[kInputs][kSteps];
   AlignedVector vector[kSteps];
-  VectorWalk<kVector, kAligned, Direction::kUp> walk(planar, channel, planar.first_vector() + at);
+  VectorWalk<kVector, kAligned, kReduction.direction> walk(planar, channel, chunks.first() + at);
   const auto load_vectors = [&] {
+    const int left = chunks.left(at);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       vector[k] = {};
-      if (at + k * step < vectors) {
+      if (k * step < left) {
         vector[k] = walk.get();
 #pragma unroll
         for (int i = 0; i < kInputs; ++i) {
@@ -254,20 +266,21 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
                   ? load_vector<kVector, kAligned, Reuse::kNever>(planar, from, vector[k])
                   : load_vector<kVector, kAligned, Reuse::kSoon>(planar, from, vector[k]);
         }
-        walk.advance();
       }
+      walk.advance();
     }
   };
   // Threads wait for the constants after they have issued the loads of the first vectors.
   LoadedConstants<Formula> loaded;
-  if (vectors > 0) {
+  if (chunks.has_chunk()) {
     loaded.load(out, planar.channels, channel);
   }
   load_vectors();
   const Formula of_channel = loaded.template get<A>(formula);
 
   State state;
-  while (at < vectors) {
+  while (chunks.has_chunk()) {
+    const int left = chunks.left(at);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       State chunk;
@@ -290,12 +303,13 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
       }
       state.merge(chunk);
       if constexpr (Formula::kStores) {
-        if (at + k * step < vectors) {
+        if (k * step < left) {
           store_vector<kVector, kAligned>(tensors.output, vector[k], stored);
         }
       }
     }
-    at += kSteps * step;
+    chunks.advance();
+    walk.next_chunk();
     load_vectors();
   }
 
@@ -316,17 +330,21 @@ void launch_reduction(const Plan& plan, void* stream, const void* const (&inputs
         using A = compute_t<T>;
         constexpr int kVector = vector;
         with_formula(TypeTag<T>{}, [&](auto formula) {
-          launch(backward_reduce_matrix_kernel<T, kVector, decltype(formula)>, grid, block,
-                 sizeof(GradMemory<A, kVector>), static_cast<cudaStream_t>(stream), Matrix(plan),
-                 make_tensors<T>(inputs, output), out, formula);
+          using Formula = decltype(formula);
+          launch(backward_reduce_matrix_kernel<T, kVector, Formula>, grid, block,
+                 sizeof(GradMemory<A, kVector>), static_cast<cudaStream_t>(stream),
+                 Matrix(plan, matrix_steps<T, kVector, Formula>()), make_tensors<T>(inputs, output),
+                 out, formula);
         });
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
         with_formula(TypeTag<T>{}, [&](auto formula) {
-          launch(backward_reduce_planar_kernel<T, vector, aligned, decltype(formula)>, grid, block,
+          using Formula = decltype(formula);
+          launch(backward_reduce_planar_kernel<T, vector, aligned, Formula>, grid, block,
                  sizeof(ReductionMemory<TwoSums>), static_cast<cudaStream_t>(stream),
-                 Planar(plan, inputs[1]), make_tensors<T>(inputs, output), out, formula);
+                 Planar(plan, inputs[1], planar_steps<T, Formula>()),
+                 make_tensors<T>(inputs, output), out, formula);
         });
       });
 }

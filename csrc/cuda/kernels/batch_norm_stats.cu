@@ -332,11 +332,11 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
   auto& memory = shared_memory<StatsMemory<T, kVector>>();
 
   const int64_t column = matrix.column<kVector>();
-  const int rows = column < matrix.columns ? matrix.num_rows() : 0;
-  const T* const first = input + matrix.first_row() * matrix.columns + column;
+  ChunkWalk<kReduction.direction> chunks(matrix.chunks, column < matrix.columns);
+  const T* next = input + chunks.first() * matrix.columns + column;
   A pivot[kVector] = {};
-  if (kPivoted<T> && rows > 0) {
-    const auto values = load<kVector, Reuse::kSoon>(first);
+  if (kPivoted<T> && chunks.has_chunk()) {
+    const auto values = load<kVector, Reuse::kSoon>(next);
 #pragma unroll
     for (int v = 0; v < kVector; ++v) {
       pivot[v] = values[v];
@@ -344,23 +344,24 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
   }
 
   State state;
+  const int row = threadIdx.y;
   const int step = blockDim.y;
   const int64_t stride = step * matrix.columns;
-  const T* next = first + threadIdx.y * matrix.columns;
-  for (int row = threadIdx.y; row < rows; row += kRows * step) {
+  next += row * matrix.columns;
+  for (; chunks.has_chunk(); chunks.advance(), next += matrix.stride) {
+    const int left = chunks.left(row);
     Vector<T, kVector> values[kRows];
     int loaded = 0;
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      if (row + k * step < rows) {
-        values[k] = load<kVector, Reuse::kSoon>(next);
+      if (k * step < left) {
+        values[k] = load<kVector, Reuse::kSoon>(next + k * stride);
         loaded = k + 1;
       }
-      next += stride;
     }
     if (loaded == kRows) {
       consume_rows<Chunk::kFull>(state, values, loaded, pivot);
-    } else {
+    } else if (loaded > 0) {
       consume_rows<Chunk::kPartial>(state, values, loaded, pivot);
     }
   }
@@ -378,29 +379,31 @@ __global__ void __launch_bounds__(kMaxThreads, kReduction.blocks)
   auto& memory = shared_memory<PlanarStatsMemory<T>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int vectors = channel < planar.channels ? planar.num_vectors() : 0;
+  ChunkWalk<kReduction.direction> chunks(planar.chunks, channel < planar.channels);
   A pivot = 0;
-  if (kPivoted<T> && vectors > 0) {
-    pivot = to_compute(input[planar.first_plane() + channel * planar.inner]);
+  if (kPivoted<T> && chunks.has_chunk()) {
+    const int64_t plane = chunks.first() / planar.vectors_in_plane;
+    pivot = to_compute(input[plane * planar.plane_stride + channel * planar.inner]);
   }
 
   State state;
+  const int at = threadIdx.x;
   const int step = blockDim.x;
-  VectorWalk<kVector, kAligned, Direction::kUp> walk(planar, channel,
-                                                     planar.first_vector() + threadIdx.x);
-  for (int at = threadIdx.x; at < vectors; at += kReduction.vectors * step) {
+  VectorWalk<kVector, kAligned, kReduction.direction> walk(planar, channel, chunks.first() + at);
+  for (; chunks.has_chunk(); chunks.advance(), walk.next_chunk()) {
+    const int left = chunks.left(at);
     Vector<T, kVector> values[kReduction.vectors];
     AlignedVector vector[kReduction.vectors];
     int count = 0;
 #pragma unroll
     for (int k = 0; k < kReduction.vectors; ++k) {
       vector[k] = {};
-      if (at + k * step < vectors) {
+      if (k * step < left) {
         vector[k] = walk.get();
         values[k] = load_vector<kVector, kAligned, Reuse::kSoon>(planar, input, vector[k]);
         count += __popc(vector[k].mask);
-        walk.advance();
       }
+      walk.advance();
     }
     if (count == 0) {
       continue;
@@ -431,13 +434,15 @@ void launch_batch_norm_stats(const Plan& plan, void* stream, const void* input, 
         using T = typename decltype(type)::type;
         constexpr int kVector = vector;
         launch(stats_matrix_kernel<T, kVector>, grid, block, sizeof(StatsMemory<T, kVector>),
-               static_cast<cudaStream_t>(stream), Matrix(plan), static_cast<const T*>(input), out);
+               static_cast<cudaStream_t>(stream),
+               Matrix(plan, rows_in_flight(kReduction, sizeof(T) * kVector)),
+               static_cast<const T*>(input), out);
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
         launch(stats_planar_kernel<T, vector, aligned>, grid, block, sizeof(PlanarStatsMemory<T>),
-               static_cast<cudaStream_t>(stream), Planar(plan, input), static_cast<const T*>(input),
-               out);
+               static_cast<cudaStream_t>(stream), Planar(plan, input, kReduction.vectors),
+               static_cast<const T*>(input), out);
       });
 }
 

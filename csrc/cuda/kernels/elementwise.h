@@ -6,9 +6,8 @@
 // barrier finish<A>(operands, derived, channel) writes the channel's results, in the first of the
 // channel's blocks. The kernel's argument is the formula without constants.
 //
-// A block reads its segment backwards: the previous reduction has read the ends of its segments
-// last, so the L2 cache may still hold some of them. The first loads are issued before the
-// constants are computed, but after the loads of the operands.
+// The first loads are issued before the constants are computed, but after the loads of the
+// operands.
 #pragma once
 
 #include "activations.h"
@@ -63,30 +62,42 @@ __device__ __forceinline__ void prepare_channel(Memory& memory, const Prepare& p
   }
 }
 
+template <typename T, int kVector, typename Formula>
+SYNCBN_HOST_DEVICE constexpr int matrix_steps() {
+  return steps_in_flight<Formula, compute_t<T>>(rows_in_flight(kElementwise, sizeof(T) * kVector));
+}
+
+// Unaligned vectors need more registers: with all loads, float32 would use local memory.
+template <typename T, bool kAligned, typename Formula>
+SYNCBN_HOST_DEVICE constexpr int planar_steps() {
+  constexpr int kVectors = kElementwise.vectors;
+  return steps_in_flight<Formula, compute_t<T>>(kAligned ? kVectors : 3 * kVectors / 4);
+}
+
 template <typename T, int kVector, typename Formula, typename Prepare>
 __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
     elementwise_matrix_kernel(Matrix matrix, Tensors<T, Formula::kInputs> tensors, Prepare prepare,
                               Formula formula) {
   using A = compute_t<T>;
   constexpr int kInputs = Formula::kInputs;
-  constexpr int kSteps =
-      steps_in_flight<Formula, A>(rows_in_flight(kElementwise, sizeof(T) * kVector));
+  constexpr int kSteps = matrix_steps<T, kVector, Formula>();
   auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t column = matrix.column<kVector>();
-  const int rows = column < matrix.columns ? matrix.num_rows() : 0;
+  ChunkWalk<kElementwise.direction> chunks(matrix.chunks, column < matrix.columns);
+  const int row = threadIdx.y;
   const int step = blockDim.y;
   const int64_t stride = step * matrix.columns;
-  int row = rows - 1 - static_cast<int>(threadIdx.y);
-  int64_t offset = (matrix.first_row() + row) * matrix.columns + column;
+  int64_t offset = (chunks.first() + row) * matrix.columns + column;
   Vector<T, kVector> values[kInputs][kSteps];
   const auto load_rows = [&] {
+    const int left = chunks.left(row);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if (row - k * step >= 0) {
+      if (k * step < left) {
 #pragma unroll
         for (int i = 0; i < kInputs; ++i) {
-          values[i][k] = load<kVector, Reuse::kNever>(tensors.input[i] + offset - k * stride);
+          values[i][k] = load<kVector, Reuse::kNever>(tensors.input[i] + offset + k * stride);
         }
       }
     }
@@ -96,7 +107,7 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
   const int64_t prepared = blockIdx.x * matrix.tile_channels + thread;
   const bool prepares = thread < matrix.tile_channels && prepared < matrix.channels;
   prepare_channel<A>(memory, prepare, prepares, thread, prepared, load_rows);
-  if (row < 0) {
+  if (!chunks.has_chunk()) {
     return;  // also threads without a channel, whose constants nobody wrote
   }
   Formula formulas[kVector];
@@ -104,9 +115,10 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
       [&](int v, int channel) { formulas[v] = memory.get(channel, formula); });
 
   do {
+    const int left = chunks.left(row);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if (row - k * step >= 0) {
+      if (k * step < left) {
         Vector<T, kVector> result;
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
@@ -117,13 +129,13 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
           }
           result.set(v, from_compute<T>(formulas[v](in)));
         }
-        store(tensors.output + offset - k * stride, result);
+        store(tensors.output + offset + k * stride, result);
       }
     }
-    row -= kSteps * step;
-    offset -= kSteps * stride;
+    chunks.advance();
+    offset -= matrix.stride;
     load_rows();
-  } while (row >= 0);
+  } while (chunks.has_chunk());
 }
 
 template <typename T, int kVector, bool kAligned, typename Formula, typename Prepare>
@@ -132,44 +144,44 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
                               Formula formula) {
   using A = compute_t<T>;
   constexpr int kInputs = Formula::kInputs;
-  // Unaligned vectors need more registers: with all loads, float32 would use local memory.
-  constexpr int kSteps =
-      steps_in_flight<Formula, A>(kAligned ? kElementwise.vectors : 3 * kElementwise.vectors / 4);
+  constexpr int kSteps = planar_steps<T, kAligned, Formula>();
   auto& memory = shared_memory<ConstantsMemory<Formula, A>>();
 
   const int64_t channel = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-  const int vectors = channel < planar.channels ? planar.num_vectors() : 0;
+  ChunkWalk<kElementwise.direction> chunks(planar.chunks, channel < planar.channels);
+  const int at = threadIdx.x;
   const int step = blockDim.x;
-  int at = vectors - 1 - static_cast<int>(threadIdx.x);
   AlignedVector vector[kSteps];
   Vector<T, kVector> values[kInputs][kSteps];
-  VectorWalk<kVector, kAligned, Direction::kDown> walk(planar, channel, planar.first_vector() + at);
+  VectorWalk<kVector, kAligned, kElementwise.direction> walk(planar, channel, chunks.first() + at);
   const auto load_vectors = [&] {
+    const int left = chunks.left(at);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if (at - k * step >= 0) {
-        vector[k] = walk.get();
-        walk.advance();
+      vector[k] = walk.get();
+      if (k * step < left) {
 #pragma unroll
         for (int i = 0; i < kInputs; ++i) {
           values[i][k] =
               load_vector<kVector, kAligned, Reuse::kNever>(planar, tensors.input[i], vector[k]);
         }
       }
+      walk.advance();
     }
   };
 
   const bool prepares = threadIdx.x == 0 && channel < planar.channels;
   prepare_channel<A>(memory, prepare, prepares, threadIdx.y, channel, load_vectors);
-  if (at < 0) {
+  if (!chunks.has_chunk()) {
     return;  // also threads without a channel, whose constants nobody wrote
   }
   const Formula of_channel = memory.get(threadIdx.y, formula);
 
   do {
+    const int left = chunks.left(at);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if (at - k * step >= 0) {
+      if (k * step < left) {
         Vector<T, kVector> result;
 #pragma unroll
         for (int v = 0; v < kVector; ++v) {
@@ -183,9 +195,10 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
         store_vector<kVector, kAligned>(tensors.output, vector[k], result);
       }
     }
-    at -= kSteps * step;
+    chunks.advance();
+    walk.next_chunk();
     load_vectors();
-  } while (at >= 0);
+  } while (chunks.has_chunk());
 }
 
 // Launches a formula over a plan; `inputs` and `output` have the plan's geometry and dtype.
@@ -200,21 +213,25 @@ void launch_elementwise(const Plan& plan, void* stream, const void* const (&inpu
       [&](auto type, auto vector) {
         using T = typename decltype(type)::type;
         using A = compute_t<T>;
+        constexpr int kVector = vector;
         with_formula(TypeTag<T>{}, [&](auto formula) {
           using Formula = decltype(formula);
-          launch(elementwise_matrix_kernel<T, vector, Formula, Prepare>, grid, block,
+          launch(elementwise_matrix_kernel<T, kVector, Formula, Prepare>, grid, block,
                  sizeof(ConstantsMemory<Formula, A>), static_cast<cudaStream_t>(stream),
-                 Matrix(plan), make_tensors<T>(inputs, output), prepare, formula);
+                 Matrix(plan, matrix_steps<T, kVector, Formula>()), make_tensors<T>(inputs, output),
+                 prepare, formula);
         });
       },
       [&](auto type, auto vector, auto aligned) {
         using T = typename decltype(type)::type;
         using A = compute_t<T>;
+        constexpr bool kAligned = aligned;
         with_formula(TypeTag<T>{}, [&](auto formula) {
           using Formula = decltype(formula);
-          launch(elementwise_planar_kernel<T, vector, aligned, Formula, Prepare>, grid, block,
+          launch(elementwise_planar_kernel<T, vector, kAligned, Formula, Prepare>, grid, block,
                  sizeof(ConstantsMemory<Formula, A>), static_cast<cudaStream_t>(stream),
-                 Planar(plan, output), make_tensors<T>(inputs, output), prepare, formula);
+                 Planar(plan, output, planar_steps<T, kAligned, Formula>()),
+                 make_tensors<T>(inputs, output), prepare, formula);
         });
       });
 }

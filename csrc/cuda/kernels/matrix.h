@@ -1,7 +1,8 @@
 // A row-major matrix (rows, columns): a thread owns kVector columns of every blockDim.y-th row of
-// its block's segment; see plan.h. A channel has one column, or a column for each value of a plane.
+// its block's chunks; see plan.h. A channel has one column, or a column for each value of a plane.
 #pragma once
 
+#include "chunks.h"
 #include "plan.h"
 #include "vector.h"
 
@@ -9,22 +10,23 @@ namespace syncbn::cuda {
 
 // A plan as kernels see it.
 struct Matrix {
-  int64_t rows;
   int64_t columns;
   int64_t channels;
   int64_t tile_channels;
-  int64_t segment;
+  Chunks chunks;   // of rows
+  int64_t stride;  // from a chunk to the block's next, in values
   unsigned columns_of_channel;
   unsigned readers;         // threads that merge a channel's states
   unsigned reader_members;  // `readers` states: members,
   unsigned reader_columns;  // and columns
 
-  explicit Matrix(const Plan& plan)
-      : rows(plan.geometry.outer),
-        columns(plan.geometry.channels * plan.geometry.inner),
+  // A thread has `steps` rows of a chunk.
+  Matrix(const Plan& plan, int steps)
+      : columns(plan.geometry.channels * plan.geometry.inner),
         channels(plan.geometry.channels),
         tile_channels(plan.tile_channels),
-        segment(plan.segment),
+        chunks(plan.geometry.outer, steps * plan.block_y),
+        stride(plan.splits * chunks.size * columns),
         columns_of_channel(static_cast<unsigned>(plan.geometry.inner)),
         readers(plan.num_readers()),
         reader_members(readers / columns_of_channel),
@@ -57,11 +59,6 @@ struct Matrix {
         ++channel;
       }
     }
-  }
-  __device__ __forceinline__ int64_t first_row() const { return blockIdx.y * segment; }
-  __device__ __forceinline__ int num_rows() const {
-    const int64_t left = rows - first_row();
-    return static_cast<int>(left < segment ? left : segment);
   }
 };
 

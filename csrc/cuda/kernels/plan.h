@@ -2,16 +2,16 @@
 // and alignment and on the number of multiprocessors, never on data: results are the same bits in
 // each run.
 //
-// A block owns a tile of channels and a segment of their values.
+// A block owns a tile of channels and takes its share of their values, in chunks (chunks.h).
 //
 // Matrix (rows, columns): a thread owns `vector` neighboring columns, blockDim.x threads make a
-// tile of whole channels, blockDim.y threads share its rows; the segment counts rows. Columns are
-// channels, or the values of small planes (outer, C * inner): vectors of a single plane would be
-// narrow or unaligned, vectors of a few planes are whole.
+// tile of whole channels, blockDim.y threads share its rows. Columns are channels, or the values of
+// small planes (outer, C * inner): vectors of a single plane would be narrow or unaligned, vectors
+// of a few planes are whole.
 //
-// Planar (outer, C, inner): blockDim.x threads share a channel, blockDim.y channels are a tile; the
-// segment counts the aligned vectors of planes. The first and the last aligned vector of an
-// unaligned plane also hold values of neighboring planes.
+// Planar (outer, C, inner): blockDim.x threads share the aligned vectors of a channel, blockDim.y
+// channels are a tile. The first and the last aligned vector of an unaligned plane also hold values
+// of neighboring planes.
 #pragma once
 
 #include <algorithm>
@@ -34,23 +34,27 @@ constexpr int kWarp = 32;
 constexpr int64_t kMostPartialBytes = 96 * 1024;
 constexpr int kLeastRowBytes = 32;
 
+enum class Direction { kUp, kDown };
+
 // How kernels of one kind split their work. The numbers were chosen by measurements on an H100.
 struct KernelKind {
   int blocks;   // of a multiprocessor. All are resident: a large tensor has no half-empty last wave
   int vectors;  // in flight of a thread, of all tensors
   int row_bytes;  // of a matrix's row that a block reads, approximately
+  int loads;      // at most, of a thread with narrow vectors: more loads spill registers
   bool has_partials;
+  Direction direction;  // of a block's chunks
 };
 // Threads hold the states of many channels, and fewer blocks have fewer partial sums.
-constexpr KernelKind kReduction{2, 8, kLineBytes, true};
+constexpr KernelKind kReduction{2, 8, kLineBytes, 16, true, Direction::kUp};
 // More warps hide more latency, and memory is slower if a block reads one line of each row.
-constexpr KernelKind kElementwise{3, 4, 4 * kLineBytes, false};
+constexpr KernelKind kElementwise{3, 4, 4 * kLineBytes, 12, false, Direction::kDown};
 
-// Rows in flight of a thread of a matrix, whose vectors may be narrow: as many bytes, in at most 16
-// loads. With 24 loads sm_100 and sm_120 spill.
+// Rows in flight of a thread of a matrix, whose vectors may be narrow: as many bytes, if that does
+// not take too many loads.
 SYNCBN_HOST_DEVICE constexpr int rows_in_flight(const KernelKind& kind, int vector_bytes) {
   const int rows = kind.vectors * kVectorBytes / vector_bytes;
-  return rows < 16 ? rows : 16;
+  return rows < kind.loads ? rows : kind.loads;
 }
 
 // States, terms or partial sums that a thread merges at once.
@@ -61,7 +65,7 @@ constexpr int kMaxColumns = 512;
 
 // The maximum number of a block's values of a channel or column: a float counts them exactly, and
 // 32 bits index them.
-constexpr int64_t kLongestSegment = 1 << 24;
+constexpr int64_t kLongestShare = 1 << 24;
 
 struct Plan {
   KernelKind kind;
@@ -74,9 +78,9 @@ struct Plan {
   int block_x;
   int block_y;
   int64_t tile_channels;
-  int64_t tiles;    // gridDim.x
-  int64_t splits;   // gridDim.y
-  int64_t segment;  // rows (matrix) or vectors (planar) of a block
+  int64_t tiles;   // gridDim.x
+  int64_t splits;  // gridDim.y
+  int64_t share;   // the most rows (matrix) or vectors (planar) of a block
 
   // The number of threads that merge the states of one channel of a matrix, about kStates each.
   int num_readers() const {
@@ -108,16 +112,16 @@ inline double busy_share(int64_t blocks, int64_t resident) {
   return static_cast<double>(blocks) / (waves * static_cast<double>(resident));
 }
 
-// Splits `length` into segments of `shortest` to `longest`. The blocks of all tiles fill one wave.
-// With many tiles there are several waves, and the splits, at most eight times as many, leave at
-// most a tenth of the waves empty, or as little as possible.
-inline void split_segments(Plan& plan, int64_t length, int64_t shortest, int64_t longest,
-                           int64_t resident) {
-  const int64_t most = std::max<int64_t>(1, ceil_div(length, shortest));
-  const int64_t least = std::max<int64_t>(1, ceil_div(length, longest));
+// Splits `length` rows or vectors over blocks, each with at least one chunk and at most
+// kLongestShare values. The blocks of all tiles fill one wave. With many tiles there are several
+// waves, and the splits, at most eight times as many, leave at most a tenth of the waves empty, or
+// as little as possible.
+inline void split(Plan& plan, int64_t length, int64_t chunk, int64_t longest, int64_t resident) {
+  const int64_t chunks = std::max<int64_t>(1, ceil_div(length, chunk));
+  const int64_t least = ceil_div(chunks, longest / chunk);
   const int64_t one_wave = std::max<int64_t>(1, resident / plan.tiles);
   int64_t wanted = one_wave;
-  for (int64_t splits = one_wave; splits <= std::min(8 * one_wave, most); ++splits) {
+  for (int64_t splits = one_wave; splits <= std::min(8 * one_wave, chunks); ++splits) {
     if (busy_share(plan.tiles * wanted, resident) >= 0.9) {
       break;
     }
@@ -125,9 +129,8 @@ inline void split_segments(Plan& plan, int64_t length, int64_t shortest, int64_t
       wanted = splits;
     }
   }
-  wanted = std::max(least, std::min(wanted, most));
-  plan.segment = std::max<int64_t>(1, ceil_div(length, wanted));
-  plan.splits = std::max<int64_t>(1, ceil_div(length, plan.segment));
+  plan.splits = std::max(least, std::min(wanted, chunks));
+  plan.share = ceil_div(chunks, plan.splits) * chunk;
 }
 
 inline int next_power_of_two(int64_t value, int lowest, int highest) {
@@ -171,7 +174,7 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
     plan.block_x = static_cast<int>(tile_groups * group_vectors);
     plan.block_y = kMaxThreads / plan.block_x;
     plan.tile_channels = tile_groups * group;
-    split_segments(plan, plan.geometry.outer, plan.block_y * rows, kLongestSegment, resident);
+    split(plan, plan.geometry.outer, plan.block_y * rows, kLongestShare, resident);
   };
   lay_out(std::min(kWarp, plan.kind.row_bytes / vector_bytes));
   while (plan.kind.has_partials &&
@@ -226,8 +229,7 @@ inline void plan_planar(Plan& plan, int alignment, bool same_phase, int64_t resi
   plan.block_y = next_power_of_two(channels, 1, kMaxThreads / plan.block_x);
   plan.tile_channels = plan.block_y;
   plan.tiles = ceil_div(channels, plan.block_y);
-  split_segments(plan, vectors, plan.block_x * plan.kind.vectors, kLongestSegment / plan.vector,
-                 resident);
+  split(plan, vectors, plan.block_x * plan.kind.vectors, kLongestShare / plan.vector, resident);
 }
 
 }  // namespace detail

@@ -1,7 +1,8 @@
 // A planar tensor (outer, C, inner): a thread visits every blockDim.x-th aligned vector of its
-// block's segment, upwards or downwards; see plan.h.
+// block's chunks; see plan.h.
 #pragma once
 
+#include "chunks.h"
 #include "plan.h"
 #include "vector.h"
 
@@ -14,34 +15,32 @@ struct Planar {
   int64_t numel;
   int64_t plane_stride;  // from a plane to the channel's next, in values
   int64_t vectors_in_plane;
-  int64_t vectors;       // of a channel
-  int64_t segment;       // vectors of a block
   int64_t step_planes;   // blockDim.x vectors: whole planes, in values,
   int64_t step_vectors;  // and vectors
-  int phase;             // of the first value: its distance from an aligned address, in values
+  Chunks chunks;         // of a channel's vectors
+  int64_t jump_planes;   // from the end of a chunk to the block's next, in the same way
+  int64_t jump_vectors;
+  int phase;  // of the first value: its distance from an aligned address, in values
 
-  Planar(const Plan& plan, const void* pointer)
+  // A thread has `steps` vectors of a chunk.
+  Planar(const Plan& plan, const void* pointer, int steps)
       : inner(plan.geometry.inner),
         channels(plan.geometry.channels),
         numel(plan.geometry.numel()),
         plane_stride(plan.geometry.channels * plan.geometry.inner),
         vectors_in_plane(plan.vectors_in_plane),
-        vectors(plan.geometry.outer * plan.vectors_in_plane),
-        segment(plan.segment),
         step_planes(plan.block_x / plan.vectors_in_plane * plane_stride),
         step_vectors(plan.block_x % plan.vectors_in_plane),
+        chunks(plan.geometry.outer * plan.vectors_in_plane, steps * plan.block_x),
+        jump_planes(jump(plan) / plan.vectors_in_plane * plane_stride),
+        jump_vectors(jump(plan) % plan.vectors_in_plane),
         phase(static_cast<int>(reinterpret_cast<uintptr_t>(pointer) % kVectorBytes /
                                size_of(plan.dtype))) {}
 
-  __device__ __forceinline__ int64_t first_vector() const { return blockIdx.y * segment; }
-  // The number of this block's vectors in each channel.
-  __device__ __forceinline__ int num_vectors() const {
-    const int64_t left = vectors - first_vector();
-    return static_cast<int>(left < segment ? left : segment);
-  }
-  // The offset of the block's first plane, without the channel's offset.
-  __device__ __forceinline__ int64_t first_plane() const {
-    return first_vector() / vectors_in_plane * plane_stride;
+ private:
+  int64_t jump(const Plan& plan) const {
+    return (plan.kind.direction == Direction::kUp ? plan.splits - 1 : plan.splits + 1) *
+           chunks.size;
   }
 };
 
@@ -60,8 +59,7 @@ struct AlignedVector {
   }
 };
 
-enum class Direction { kUp, kDown };
-
+// The walk of a thread over its vectors of a channel: upwards in a chunk, then to the next chunk.
 template <int kVector, bool kAligned, Direction kDirection>
 class VectorWalk {
  public:
@@ -89,21 +87,19 @@ class VectorWalk {
     return {plane_ + from, mask & AlignedVector::kFull<kVector>};
   }
 
-  __device__ __forceinline__ void advance() {
+  __device__ __forceinline__ void advance() { move_up(planar_.step_planes, planar_.step_vectors); }
+
+  // From the end of a chunk: behind all of the thread's steps, also the steps of no vectors.
+  __device__ __forceinline__ void next_chunk() {
     if (kDirection == Direction::kUp) {
-      plane_ += planar_.step_planes;
-      vector_ += planar_.step_vectors;
-      if (vector_ >= planar_.vectors_in_plane) {
-        vector_ -= planar_.vectors_in_plane;
-        plane_ += planar_.plane_stride;
-      }
-    } else {
-      plane_ -= planar_.step_planes;
-      vector_ -= planar_.step_vectors;
-      if (vector_ < 0) {
-        vector_ += planar_.vectors_in_plane;
-        plane_ -= planar_.plane_stride;
-      }
+      move_up(planar_.jump_planes, planar_.jump_vectors);
+      return;
+    }
+    plane_ -= planar_.jump_planes;
+    vector_ -= planar_.jump_vectors;
+    if (vector_ < 0) {
+      vector_ += planar_.vectors_in_plane;
+      plane_ -= planar_.plane_stride;
     }
   }
 
@@ -111,6 +107,15 @@ class VectorWalk {
   const Planar& planar_;
   int64_t plane_;  // offset of the plane's first value
   int64_t vector_;
+
+  __device__ __forceinline__ void move_up(int64_t planes, int64_t vectors) {
+    plane_ += planes;
+    vector_ += vectors;
+    if (vector_ >= planar_.vectors_in_plane) {
+      vector_ -= planar_.vectors_in_plane;
+      plane_ += planar_.plane_stride;
+    }
+  }
 };
 
 // Loads a vector, with values of other planes, but never memory outside of the tensor.
