@@ -47,7 +47,11 @@ DECISIONS = {
     ),
     "wide tiles where rows are few": (
         ((1, 16384, 3, 3), "contiguous", torch.float32),
-        {"matrix": 1, "block_x": 72, "tiles": 512},
+        {"matrix": 1, "block_x": 144, "tiles": 256},
+    ),
+    "one wave of wider tiles instead of two": (
+        ((32, 1024, 14, 14), "contiguous", torch.bfloat16),
+        {"matrix": 1, "block_x": 98, "tiles": 256, "splits": 1},
     ),
     "rows fill the blocks of a wave": (
         ((32, 64, 56, 56), "channels_last", torch.float32),

@@ -60,7 +60,7 @@ SYNCBN_HOST_DEVICE constexpr int rows_in_flight(const KernelKind& kind, int vect
 // States, terms or partial sums that a thread merges at once.
 constexpr int kStates = 8;
 
-// The maximum number of a block's columns.
+// The maximum number of a block's columns, but twice as many save a wave of a reduction.
 constexpr int kMaxColumns = 512;
 
 // The maximum number of a block's values of a channel or column: a float counts them exactly, and
@@ -182,9 +182,18 @@ inline void plan_matrix(Plan& plan, int alignment, int64_t resident) {
          plan.block_x * vector_bytes >= 2 * kLeastRowBytes && plan.block_x > group_vectors) {
     lay_out(plan.block_x / 2);
   }
+  const auto can_widen = [&](int64_t most_columns) {
+    return 2 * plan.block_x <= kMaxThreads && 2 * plan.block_x * plan.vector <= most_columns &&
+           2 * plan.tile_channels <= kMaxThreads;
+  };
   // Tiles become wider while threads have no rows and each resident block has a tile.
-  while (plan.geometry.outer < plan.block_y && 2 * plan.block_x * plan.vector <= kMaxColumns &&
-         2 * plan.tile_channels <= kMaxThreads && plan.tiles >= 2 * resident) {
+  while (plan.geometry.outer < plan.block_y && plan.tiles >= 2 * resident &&
+         can_widen(kMaxColumns)) {
+    lay_out(2 * plan.block_x);
+  }
+  // One wave of a reduction instead of two: each wave merges states and finishes sums.
+  if (plan.kind.has_partials && plan.tiles > resident && plan.tiles <= 2 * resident &&
+      can_widen(2 * kMaxColumns)) {
     lay_out(2 * plan.block_x);
   }
 }
