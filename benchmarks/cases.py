@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from benchmarks.traffic import RESNET50
+
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -69,23 +71,6 @@ def grid(name: str, shape: tuple[int, ...], *dtypes: str) -> list[Case]:
     """Return the cases of a shape, in each layout."""
     layouts = LAYOUTS if len(shape) == 4 else LAYOUTS[:1]
     return [Case(name, shape, dtype, layout) for dtype in dtypes for layout in layouts]
-
-
-# The batch norm layers of ResNet-50 for images of 224x224: number of layers, channels, map size.
-RESNET50 = (
-    (1, 64, 112),
-    (6, 64, 56),
-    (4, 256, 56),
-    (1, 128, 56),
-    (7, 128, 28),
-    (5, 512, 28),
-    (1, 256, 28),
-    (11, 256, 14),
-    (7, 1024, 14),
-    (1, 512, 14),
-    (5, 512, 7),
-    (4, 2048, 7),
-)
 
 
 def _net(
@@ -177,6 +162,7 @@ _GPU_SMALL = (
 # These cover split planes, small maps in 16 bits, and tiles of channels-last tensors.
 _GPU_QUICK = (
     ("float32", "contiguous"),
+    ("float32", "channels_last"),
     ("bfloat16", "contiguous"),
     ("bfloat16", "channels_last"),
 )

@@ -4,10 +4,10 @@
 of one rank. Normally a single process skips the group; here both use it, without another rank.
 collectives.py measures the cost of other ranks, on several GPUs.
 
-Eager layers are timed between two events: GPU time, or host time if that is longer. Operators and
-copies are launched while the GPU sleeps, so their times are GPU time only. Each call uses the next
-of several inputs and keeps its results. Together these exceed four times the L2 cache, so that
-nothing is cached.
+Eager layers are timed between two events: GPU time, or host time if that is longer. Operators,
+copies and the kernels of layers in one process are launched while the GPU sleeps, so their times
+are GPU time only. Each call uses the next of several inputs and keeps its results. Together these
+exceed four times the L2 cache, so that nothing is cached.
 
 Imports neither NumPy nor matplotlib, which a machine with a GPU may not have.
 """
@@ -15,7 +15,7 @@ Imports neither NumPy nor matplotlib, which a machine with a GPU may not have.
 import contextlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -29,9 +29,11 @@ from benchmarks.collectives import collective_rows
 from benchmarks.layer import (
     LAYER,
     OVERHEAD,
+    Buffers,
     Setting,
     case_rows,
     fused_rows,
+    kernel_samples,
     layer_samples,
     make_buffers,
     make_layers,
@@ -40,7 +42,7 @@ from benchmarks.layer import (
     overhead_rows,
     step_call,
 )
-from benchmarks.measure import Samples, eager_clock, gpu_clock, launch_clock, record_launches
+from benchmarks.measure import Call, Samples, eager_clock, gpu_clock, launch_clock, record_launches
 from benchmarks.results import Row, spread, stamp, write
 from syncbn.distributed import collectives
 from syncbn.distributed.state import PassRecord
@@ -81,22 +83,51 @@ def group_of_one() -> Iterator[None]:
         yield
 
 
+def their_operators(case: Case, device: torch.device, turns: Iterator[Buffers]) -> list[Call]:
+    """Return a call of each kernel of torch.nn.SyncBatchNorm."""
+    channels, first = case.shape[1], next(turns)
+    weight = torch.ones(channels, dtype=norm_options(case, device)["dtype"], device=device)
+    count = torch.full((1,), first.x.numel() // channels, dtype=torch.int32, device=device)
+    mean, invstd = torch.batch_norm_stats(first.x, 1e-5)
+    sum_dy, sum_dy_xmu = torch.zeros(2, channels, dtype=mean.dtype, device=device)
+
+    def stats() -> object:
+        return torch.batch_norm_stats(next(turns).x, 1e-5)
+
+    def apply() -> object:
+        return torch.batch_norm_elemt(next(turns).x, weight, weight, mean, invstd, 1e-5)
+
+    def reduce() -> object:
+        b = next(turns)
+        return torch.batch_norm_backward_reduce(b.dy, b.x, mean, invstd, weight, True, True, True)
+
+    def backward_apply() -> object:
+        b = next(turns)
+        return torch.batch_norm_backward_elemt(
+            b.dy, b.x, mean, invstd, weight, sum_dy, sum_dy_xmu, count
+        )
+
+    return [stats, apply, reduce, backward_apply]
+
+
 def num_buffers(case: Case) -> int:
     """Return the number of tensors that exceeds four times the L2 cache."""
     l2: int = torch.cuda.get_device_properties(CUDA).L2_cache_size
     return 1 + 4 * l2 // case.num_bytes
 
 
-def timing_rows(setting: Setting) -> Iterator[Row]:
+Measure = Callable[[Case, Setting], dict[str, Samples]]
+IN_A_GROUP: dict[str, Measure] = {"layer": layer_samples, "operators": operator_samples}
+IN_ONE_PROCESS: dict[str, Measure] = {"kernels": kernel_samples}
+
+
+def timing_rows(setting: Setting, benchmarks: dict[str, Measure]) -> Iterator[Row]:
     """Time every case, and add up the consecutive parts of a net."""
     for net, cases in itertools.groupby(setting.suite.cases, key=lambda case: case.net):
-        of_net: dict[str, dict[str, Samples]] = {"layer": {}, "operators": {}}
+        of_net: dict[str, dict[str, Samples]] = {benchmark: {} for benchmark in benchmarks}
         for case in cases:
             suffix = "" if net is None else " of a net"
-            for benchmark, measure in {
-                "layer": layer_samples,
-                "operators": operator_samples,
-            }.items():
+            for benchmark, measure in benchmarks.items():
                 samples = measure(case, setting)
                 yield from case_rows(f"{benchmark}{suffix}", case, samples, setting)
                 add_samples(of_net[benchmark], samples, case.layers)
@@ -139,7 +170,7 @@ def setting_rows(setting: Setting) -> Iterator[Row]:
     """Measure everything of one rank."""
     yield from overhead_rows(setting, launch_clock, LAYER)
     yield from launch_rows(setting)
-    yield from timing_rows(setting)
+    yield from timing_rows(setting, IN_A_GROUP)
     yield from fused_rows(setting)
 
 
@@ -150,9 +181,11 @@ def main(path: str, suite_name: str) -> None:
     dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     suite = CUDA_SUITES[suite_name]
     # torch's allocator reuses memory; the host's threads are idle.
-    setting = Setting(suite, CUDA, 1, "tuned", eager_clock, gpu_clock, num_buffers, make_theirs)
+    clocks = (eager_clock, gpu_clock)
+    setting = Setting(suite, CUDA, 1, "tuned", *clocks, num_buffers, make_theirs, their_operators)
     with group_of_one():
         write(Path(path), stamp(setting_rows(setting), "cuda"))
+    write(Path(path), stamp(timing_rows(setting, IN_ONE_PROCESS), "cuda"))
     dist.destroy_process_group()
     worlds = [n for n in suite.worlds if n <= torch.cuda.device_count()]
     if worlds:

@@ -26,9 +26,9 @@ from torch.multiprocessing.spawn import spawn
 
 import syncbn
 from benchmarks import measure
-from benchmarks.cases import RESNET50
 from benchmarks.measure import Call
 from benchmarks.results import spread
+from benchmarks.traffic import RESNET50
 from syncbn import ops, training
 from syncbn.distributed.state import record_of
 from syncbn.ops.arguments import Arguments

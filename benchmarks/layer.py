@@ -25,17 +25,10 @@ import syncbn
 from benchmarks.cases import Case, Suite
 from benchmarks.measure import Call, Clock, Samples, host_clock, interleave
 from benchmarks.results import STEP, Row, spread
+from benchmarks.traffic import OPERATORS, PASSES
 from syncbn import ops
 
-PASSES = {
-    "forward": 3,
-    STEP: 8,
-    "batch_norm_stats": 1,
-    "batch_norm_apply": 2,
-    "batch_norm_backward_reduce": 2,
-    "batch_norm_backward_apply": 3,
-}
-LAYER, OPERATORS = tuple(PASSES)[:2], tuple(PASSES)[2:]
+LAYER = tuple(PASSES)[:2]
 ADDITION_PASSES = 3  # one read forward, one read and one write backward
 ACTIVATIONS = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "silu": nn.SiLU}
 
@@ -75,6 +68,8 @@ class Setting(NamedTuple):
     # Buffers per case: with one, small tensors stay in the caches, as in a net.
     num_buffers: Callable[[Case], int] = lambda case: 1
     make_theirs: Callable[[Case, torch.device], nn.Module] = unsynchronized
+    # Torch's kernels for each of OPERATORS, if it has any.
+    their_operators: Callable[[Case, torch.device, Iterator[Buffers]], list[Call]] | None = None
 
 
 def make_layers(case: Case, setting: Setting) -> dict[str, nn.Module]:
@@ -178,12 +173,42 @@ def layer_samples(case: Case, setting: Setting) -> dict[str, Samples]:
 
 
 def operator_samples(case: Case, setting: Setting) -> dict[str, Samples]:
-    """Time each operator, and a copy."""
+    """Time each operator, torch's kernels that do the same, and a copy."""
     number = setting.num_buffers(case)
     turns = make_buffers(case, setting.device, number)
-    calls = dict(zip(OPERATORS, operator_calls(case, setting.device, turns), strict=True))
+    of_variants = {"syncbn": operator_calls(case, setting.device, turns)}
+    if setting.their_operators is not None:
+        of_variants["torch"] = setting.their_operators(case, setting.device, turns)
+    calls = {
+        f"{name}, {variant}": call
+        for variant, of_variant in of_variants.items()
+        for name, call in zip(OPERATORS, of_variant, strict=True)
+    }
     samples = time_beside_copy(calls, turns, setting.kernel_clock, setting, number)
-    return {name: {"syncbn": samples[name], "copy": samples["copy"]} for name in OPERATORS}
+    return {
+        name: {v: samples[f"{name}, {v}"] for v in of_variants} | {"copy": samples["copy"]}
+        for name in OPERATORS
+    }
+
+
+def kernel_samples(case: Case, setting: Setting) -> dict[str, Samples]:
+    """Time the kernels of a layer without synchronization: ours, cuDNN's, torch's own, a copy."""
+    number = setting.num_buffers(case)
+    turns = make_buffers(case, setting.device, number)
+    ours = syncbn.SyncBatchNorm(case.shape[1], **norm_options(case, setting.device))
+    theirs = unsynchronized(case, setting.device)
+    samples = {}
+    for quantity in LAYER:
+        with_cudnn = step_call(theirs, turns, quantity=quantity)
+
+        def native(call: Call = with_cudnn) -> object:
+            with torch.backends.cudnn.flags(enabled=False):
+                return call()
+
+        calls = {"syncbn": step_call(ours, turns, quantity=quantity), "native": native}
+        calls["cuDNN"] = with_cudnn
+        samples[quantity] = time_beside_copy(calls, turns, setting.kernel_clock, setting, number)
+    return samples
 
 
 def case_rows(

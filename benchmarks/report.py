@@ -3,23 +3,26 @@
 They show training steps of layers with all threads. Tables need only Python.
 """
 
+import itertools
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results import RATIO, STEP, Row, read
+from benchmarks.traffic import OF_A_NET, OPERATORS, Copy, Kernels, kernels_of
 
 NO_RESULTS = "`make bench` measures the machine it runs on and writes the results here.\n"
 
 # Rows of the README's tables, in this order; the page has all rows.
 CASES = {
     "ResNet-50 x32": "layers of ResNet-50, 32 images: time of the host",
-    "ResNet-50 x256": "layers of ResNet-50, 256 images",
+    "ResNet-50 x256": "layers of ResNet-50, 256 images: mostly time of the host",
     "memory": "larger than the caches",
     "sweep": "geometric mean over nets",
     "small layer": "tiny",
 }
+LARGEST_NET = "ResNet-50 x256"
 COLUMNS = ("float32", "float32 channels_last", "bfloat16", "bfloat16 channels_last")
 
 ABOVE_ALL = (
@@ -58,6 +61,13 @@ ON_CUDA = (
     "larger than the caches. Each layer is called by itself, so the host bounds the time of small "
     "ones: of ResNet-50 x32, maps 7x7, 2-D, 17 channels and the small layer, and of a part of "
     "ResNet-50 x256. A blank cell was not measured."
+)
+OF_THEIR_KERNELS = "their kernels alone, relative to copies of as many bytes"
+OF_KERNELS = (
+    "Kernels of ResNet-50's 53 layers: milliseconds, in brackets the share of a copy's speed. A "
+    "copy takes {fixed:.1f} us and the time of its bytes at {bandwidth:.2f} TB/s, and so would an "
+    "operator at its speed; `fixed` is the first part for all layers, in milliseconds. Kernels "
+    "that only read can be a tenth faster than a copy."
 )
 ALL = "[All figures and conditions](benchmarks/README.md)."
 LINKS = "[The figures](results/{device}.csv) also have operators."
@@ -156,8 +166,55 @@ def _steps(rows: list[Row]) -> list[str]:
 
 
 def _summary(rows: list[Row]) -> list[str]:
-    setting = _setting(rows, root="")
-    return [*_wrapped(OF_DEVICE.format(**setting)), "", *_table("input", rows, CASES), ""]
+    setting, table = _setting(rows, root=""), _table("input", rows, CASES)
+    of_net = _kernels_by_column(rows, LARGEST_NET, OPERATORS)
+    shares = [f"{of_net[name].share:.2f}x" if name in of_net else "" for name in COLUMNS]
+    for place, line in enumerate(table):
+        if of_net and line.startswith(f"| {CASES[LARGEST_NET]} |"):
+            table.insert(place + 1, f"| {OF_THEIR_KERNELS} | | {' | '.join(shares)} |")
+            break
+    return [*_wrapped(OF_DEVICE.format(**setting)), "", *table, ""]
+
+
+def _kernels_by_column(rows: list[Row], net: str, operators: tuple[str, ...]) -> dict[str, Kernels]:
+    """Return the kernels of a net on a GPU, by dtype and layout."""
+    by_column: dict[str, list[Row]] = {}
+    for row in rows:
+        kind = (row.benchmark, row.case, row.variant)
+        if kind == (OF_A_NET, net, "syncbn") and row.quantity in operators:
+            by_column.setdefault(column(row), []).append(row)
+    if not by_column:
+        return {}
+    copy = Copy.fitted(rows)
+    return {name: kernels_of(of_column, copy) for name, of_column in by_column.items()}
+
+
+def _nets(rows: list[Row]) -> list[str]:
+    """Return the names of the nets whose kernels were measured."""
+    names = dict.fromkeys(row.case for row in rows if row.benchmark == OF_A_NET)
+    return [name for name in names if name in CASES]
+
+
+def _kernels(rows: list[Row]) -> list[str]:
+    """Return the table of kernels of a GPU's page."""
+    nets = _nets(rows)
+    if not nets:
+        return []
+    copy = Copy.fitted(rows)
+    words = OF_KERNELS.format(fixed=copy.fixed, bandwidth=2e-6 / copy.per_byte)
+    lines = [*_wrapped(words), "", f"| net | operator | fixed | {' | '.join(COLUMNS)} |"]
+    lines.append("|---|---|---|" + "---|" * len(COLUMNS))
+    for net in nets:
+        for name in (*OPERATORS, "all"):
+            of = _kernels_by_column(rows, net, OPERATORS if name == "all" else (name,))
+            cells = [f"{next(iter(of.values())).fixed / 1e3:.2f}"]
+            for column_name in COLUMNS:
+                kernels = of.get(column_name)
+                text = f"{kernels.measured / 1e3:.2f} ({kernels.share:.2f})" if kernels else ""
+                cells.append(text)
+            operator = name.removeprefix("batch_norm_")
+            lines.append(f"| {net} | {operator} | {' | '.join(cells)} |")
+    return [*lines, ""]
 
 
 def _section(rows: list[Row]) -> str:
@@ -173,6 +230,7 @@ def _section(rows: list[Row]) -> str:
     below.append(LINKS)
     lines = [f"## {setting['device']}", "", *_wrapped(ABOVE.format(**setting)), ""]
     lines += [*_table("case", rows, cases), "", *_wrapped(" ".join(below).format(**setting)), ""]
+    lines += _kernels(rows)
     return "\n".join([*lines, PICTURE.format(**setting)]) + "\n"
 
 
@@ -242,10 +300,13 @@ def draw(path: Path) -> Path:
 
     rows = read(path)
     steps = training_steps(rows)
-    nets = {row.case for row in rows if row.benchmark == "operators of a net"}
-    operators = [row for row in rows if row.benchmark == "operators" and row.case in nets]
-    speed = _cells(steps, RATIO)
-    copying = _cells([*steps, *operators], "copy/syncbn")
+    nets = _nets(rows)
+    speed, copying = _cells(steps, RATIO), _cells(steps, "copy/syncbn")
+    for net, operator in itertools.product(nets, OPERATORS):
+        of = _kernels_by_column(rows, net, (operator,))
+        copying[f"{net}  {operator.removeprefix('batch_norm_')}"] = {
+            n: k.share for n, k in of.items()
+        }
     lines = [len(speed), len(copying)]
     size = (WIDTH, AROUND_LINES + LINE * sum(lines))
     layout = ConstrainedLayoutEngine(hspace=0.05)  # between the tables
@@ -281,8 +342,6 @@ def _cells(rows: list[Row], variant: str) -> Cells:
     cells: Cells = {}
     for row in rows:
         line = f"{case_name(row)}  {row.shape}"
-        if row.benchmark == "operators":
-            line = f"{row.case}  {row.quantity.removeprefix('batch_norm_')}"
         if row.variant == variant:
             cells.setdefault(line, {})[column(row)] = row.median
     return cells

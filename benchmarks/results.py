@@ -42,8 +42,8 @@ class Row:
     """A measured, counted or projected number with its origin."""
 
     # layer, operators, overhead, scaling, accuracy or sweep (its parts are "shape of a net"); on
-    # CUDA also launches and collectives. On CUDA a net is the sum of its layers, which are in
-    # "layer of a net" and "operators of a net".
+    # CUDA also launches, collectives and kernels (of a layer in one process). On CUDA a net is the
+    # sum of its layers, which are in "layer of a net", "operators of a net" and "kernels of a net".
     benchmark: str
     case: str
     dtype: str

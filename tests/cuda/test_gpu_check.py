@@ -97,7 +97,9 @@ def test_gpu_check(small_stages, tmp_path, monkeypatch, capsys):
     with (output / "benchmark.csv").open() as file:
         rows = list(csv.DictReader(file))
     counted = [row for row in rows if row["benchmark"] == "launches"]
-    assert counted and {row["benchmark"] for row in rows} > {"layer", "operators", "overhead"}
+    assert counted and {row["benchmark"] for row in rows} > {"layer", "kernels", "overhead"}
+    of_operators = {row["variant"] for row in rows if row["benchmark"] == "operators"}
+    assert of_operators > {"syncbn", "torch", "copy"}
     waits = [
         r["median"] for r in counted if (r["variant"], r["quantity"][-5:]) == ("syncbn", "waits")
     ]

@@ -24,10 +24,11 @@ from support.paths import ROOT
 
 import syncbn
 from benchmarks import measure
-from benchmarks.cases import RESNET50, SUITES, Case, shapes_of_nets
+from benchmarks.cases import SUITES, Case, shapes_of_nets
 from benchmarks.cpu import ALLOCATORS
 from benchmarks.layer import Setting, make_layers, timed_rows
 from benchmarks.results import read, write
+from benchmarks.traffic import RESNET50
 
 pytestmark = pytest.mark.any_torch
 

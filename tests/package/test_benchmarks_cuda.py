@@ -19,10 +19,11 @@ from support.benchmarking import (
 
 from benchmarks import cuda, layer, report
 from benchmarks import results as files
-from benchmarks.cases import CUDA_SUITES, RESNET50
+from benchmarks.cases import CUDA_SUITES
 from benchmarks.collectives import collective_rows
 from benchmarks.layer import Setting
 from benchmarks.measure import Launches, host_clock, read_launches
+from benchmarks.traffic import RESNET50
 
 pytestmark = pytest.mark.any_torch
 
@@ -56,7 +57,8 @@ def on_cpu():
 def results(on_cpu, tmp_path_factory):
     path = tmp_path_factory.mktemp("cuda") / "gpu.csv"
     collectives = collective_rows(on_cpu.suite.worlds, "gloo", "cpu")
-    measured = itertools.chain(cuda.setting_rows(on_cpu), collectives)
+    of_kernels = cuda.timing_rows(on_cpu, cuda.IN_ONE_PROCESS)
+    measured = itertools.chain(cuda.setting_rows(on_cpu), of_kernels, collectives)
     files.write(path, files.stamp(measured, "cpu"))
     return path
 
@@ -73,6 +75,9 @@ def test_rows_of_every_kind(rows):
     for suffix in ("", " of a net"):
         expected |= {(f"layer{suffix}", direction): layer for direction in directions}
         expected |= {(f"operators{suffix}", name): COPIES | {"syncbn"} for name in OPERATORS}
+        theirs = {"cuDNN", "native", "cuDNN/syncbn", "native/syncbn"}
+        kernels = COPIES | {"syncbn"} | theirs
+        expected |= {(f"kernels{suffix}", direction): kernels for direction in directions}
     expected["fused", "forward+backward"] = layer | {"separate", "separate/syncbn"}
     expected |= {
         ("launches", f"{direction}, {kind}"): {"syncbn", "torch"}
@@ -104,7 +109,7 @@ def test_a_net_is_the_sum_of_its_layers_round_by_round(on_cpu, monkeypatch):
     monkeypatch.setattr(layer, "interleave", samples)
     sums = [
         (row.benchmark, row.case, row.quantity, row.variant, row.median / 1e6)
-        for row in cuda.timing_rows(on_cpu)
+        for row in cuda.timing_rows(on_cpu, cuda.IN_A_GROUP)
         if row.quantity in ("batch_norm_stats", "forward")
         and row.variant in ("syncbn", "copy")
         and not row.benchmark.endswith(" of a net")
@@ -131,9 +136,14 @@ def test_layers_and_operators_are_timed_by_clocks_of_their_own(on_cpu, monkeypat
         return {name: [1.0] for name in variants}
 
     monkeypatch.setattr(layer, "interleave", record)
-    list(cuda.timing_rows(on_cpu._replace(layer_clock="layer", kernel_clock="kernel")))
+    clocks = on_cpu._replace(layer_clock="layer", kernel_clock="kernel")
+    list(cuda.timing_rows(clocks, cuda.IN_A_GROUP))
     layers = {(name, "layer") for name in ("syncbn", "torch", "syncbn again")}
-    assert used == layers | {(name, "kernel") for name in ("copy", *OPERATORS)}
+    operators = [f"{name}, syncbn" for name in OPERATORS]
+    assert used == layers | {(name, "kernel") for name in ("copy", *operators)}
+    used.clear()
+    list(cuda.timing_rows(clocks, cuda.IN_ONE_PROCESS))
+    assert used == {(name, "kernel") for name in ("copy", "syncbn", "cuDNN", "native")}
 
 
 def test_layers_that_are_timed_send_their_messages():
@@ -154,7 +164,7 @@ print(sizes)
     assert result.stdout == "[12, 12]\n", result.stderr
 
 
-@pytest.mark.parametrize(("suite", "nets"), [("full", 12), ("quick", 6)])
+@pytest.mark.parametrize(("suite", "nets"), [("full", 12), ("quick", 8)])
 def test_nets_are_complete(suite, nets):
     layers = {}
     for case in CUDA_SUITES[suite].cases:

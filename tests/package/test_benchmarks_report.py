@@ -11,6 +11,7 @@ from benchmarks import report
 from benchmarks.cases import Case
 from benchmarks.layer import OVERHEAD
 from benchmarks.results import regressions, write
+from benchmarks.traffic import OF_A_NET, OPERATORS, RESNET50, Copy, num_bytes
 from tools.documents import replace_block
 
 pytestmark = pytest.mark.any_torch
@@ -147,6 +148,50 @@ def test_whole_steps_come_first(rows):
 def test_whole_steps_on_a_gpu_show_their_memory():
     of_gpu = steps("eager", "BatchNorm2d", step=21.14, **{"peak of memory": 4100.4})
     assert "| BatchNorm2d | 21.1 ms, 4100 MiB |" in report.text([of_gpu])
+
+
+SHORT_NAMES = ("stats", "apply", "backward_reduce", "backward_apply")
+# A copy takes 3 us and a microsecond for each KB. Each kernel is half as fast.
+FIXED, PER_BYTE = 3.0, 1e-3
+
+
+def kernel_rows(dtype="float32"):
+    """Made-up results of the kernels of ResNet-50's layers, for one image."""
+    (row, *_) = step_rows(case("ResNet-50 x256", dtype), 1.0)
+    made_up = []
+    for _, channels, size in RESNET50:
+        of_shape = replace(row, benchmark=OF_A_NET, shape=f"1x{channels}x{size}x{size}")
+        for operator, passes in zip(OPERATORS, (1, 2, 2, 3), strict=True):
+            of_operator = replace(of_shape, quantity=operator)
+            copy = PER_BYTE * num_bytes(of_shape) * passes / 2
+            # As measured: a copy's time in proportion to the passes.
+            times = {"copy": passes / 2 * FIXED + copy, "syncbn": 2 * (FIXED + copy)}
+            made_up += [replace(of_operator, variant=v, median=us) for v, us in times.items()]
+    return made_up
+
+
+def test_kernels_are_compared_with_a_copy_of_as_many_bytes(rows):
+    net = case("ResNet-50 x256", shape=(1, 3, 224, 224))
+    on_gpu = [*rows, *step_rows(net, 1.75), *kernel_rows(), *kernel_rows("bfloat16")]
+    assert Copy.fitted(on_gpu) == pytest.approx((FIXED, PER_BYTE))
+    of_readme = cells(report.text([on_gpu]))
+    (place,) = [i for i, line in enumerate(of_readme) if "256 images" in line[0]]
+    assert of_readme[place][1:] == ["1x3x224x224", "(1.75x)", "", "", ""]
+    assert of_readme[place + 1][1:] == ["", "0.50x", "", "0.50x", ""]
+    *_, words, table, _ = report.page([on_gpu]).split("\n\n")
+    assert "A copy takes 3.0 us and the time of its bytes at 0.00 TB/s" in " ".join(words.split())
+    assert cells(table)[0] == ["net", "operator", "fixed", *COLUMNS]
+    # 4 * 53 launches of 3 us, and in float32 (1 + 2 + 2 + 3) / 2 us a KB of 44.5 MB; twice that.
+    assert cells(table)[-1] == [
+        "ResNet-50 x256",
+        "all",
+        "0.64",
+        "356.92 (0.50)",
+        "",
+        "179.10 (0.50)",
+        "",
+    ]
+    assert [line[1] for line in cells(table)[1:]] == [*SHORT_NAMES, "all"]
 
 
 def test_page_shows_all_cases(rows):
