@@ -19,7 +19,9 @@ __device__ unsigned int counters[kNumCounters];
 struct Allotment {
   unsigned int* counters = nullptr;  // the address of the device's counters, or null: not known yet
   int64_t taken = 0;
-  std::map<cudaStream_t, unsigned int*> of_stream;
+  // By CUDA's number of the stream. A new stream may get the handle of a destroyed one, whose work
+  // may still run.
+  std::map<unsigned long long, unsigned int*> of_stream;
 };
 
 bool is_capturing(cudaStream_t stream) {
@@ -84,7 +86,12 @@ unsigned int* take_counters(int device, cudaStream_t stream, int64_t number) {
   if (number > kCountersOfStream || stream == cudaStreamPerThread) {
     return nullptr;
   }
-  unsigned int*& of_stream = allotment.of_stream[stream];
+  unsigned long long id = 0;
+  if (cudaStreamGetId(stream, &id) != cudaSuccess) {
+    cudaGetLastError();  // resets the error: the launch would report it
+    return nullptr;
+  }
+  unsigned int*& of_stream = allotment.of_stream[id];
   if (of_stream == nullptr) {
     of_stream = allot(allotment, kCountersOfStream);
   }

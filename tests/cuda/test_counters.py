@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cuda_device import IS_STANDIN
 
 from tools import cuda
 
@@ -50,6 +51,20 @@ def test_each_stream_has_counters_of_its_own(take):
     taken = [take(stream, number) for number in (7, 4096) for stream in streams]
     assert [counters.start for counters in taken[:4]] == [counters.start for counters in taken[4:]]
     assert not any(overlap(a, b) for i, a in enumerate(taken[4:]) for b in taken[4:][:i])
+
+
+def test_stream_with_a_handle_of_a_destroyed_one_has_counters_of_its_own(take):
+    """The work of the destroyed stream may still run."""
+    runtime = torch.cuda.cudart()
+    taken, handles = set(), set()
+    for _ in range(100):
+        handle = ctypes.c_void_p()
+        torch.cuda.check_error(runtime.cudaStreamCreate(ctypes.addressof(handle)))
+        taken.add(take(torch.cuda.ExternalStream(handle.value), 7).start)
+        handles.add(handle.value)
+        torch.cuda.check_error(runtime.cudaStreamDestroy(handle.value))
+    assert len(taken) == 100
+    assert len(handles) < 100 or not IS_STANDIN
 
 
 def test_each_captured_launch_has_counters_of_its_own(take):

@@ -61,12 +61,15 @@ def is_newer(target: Path, sources: Iterable[Path]) -> bool:
 
 
 def dependencies(target: Path) -> list[Path]:
-    """Return the files that the compiler read for a target; if unknown, the target itself."""
+    """Return the files that the compiler read for a target.
+
+    That is the target itself if they are unknown, or one of them is gone, as in a moved folder.
+    """
     listed = target.with_suffix(".d")
     if not listed.exists():
         return [target]
-    words = listed.read_text().replace("\\\n", " ").split()[1:]
-    return [Path(word) for word in words if Path(word).exists()]
+    paths = [Path(word) for word in listed.read_text().replace("\\\n", " ").split()[1:]]
+    return paths if all(path.exists() for path in paths) else [target]
 
 
 class Build:

@@ -43,7 +43,8 @@ struct Stream {
   int device = 0;
   unsigned flags = 0;
   int priority = 0;
-  bool is_legacy = false;  // the device's default stream
+  bool is_legacy = false;     // the device's default stream
+  unsigned long long id = 0;  // unlike the handle, of no other stream of the process
 
   std::deque<Task> tasks;
   uint64_t num_enqueued = 0;

@@ -53,6 +53,16 @@ STANDIN_API cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority
   return cudaSuccess;
 }
 
+STANDIN_API cudaError_t cudaStreamGetId(cudaStream_t handle, unsigned long long* id) {
+  const Lock lock = Scheduler::get().lock();
+  const auto stream = Streams::get().find(handle);
+  if (stream == nullptr) {
+    return refuse_stream("cudaStreamGetId");
+  }
+  *id = stream->id;
+  return cudaSuccess;
+}
+
 STANDIN_API cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
   const Lock lock = Scheduler::get().lock();
   const auto stream = Streams::get().find(handle);

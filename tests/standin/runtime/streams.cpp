@@ -18,7 +18,9 @@ Streams& Streams::get() {
 }
 
 std::shared_ptr<Stream> Streams::add(int device, unsigned flags, int priority) {
+  static unsigned long long num_streams = 0;
   auto stream = std::make_shared<Stream>();
+  stream->id = ++num_streams;
   stream->device = device;
   stream->flags = flags;
   stream->priority = priority;

@@ -38,6 +38,20 @@ def test_late_work_runs_once_somebody_waits():
     assert run_script(script, STANDIN_STREAMS="late", **LONG) == "255 7"
 
 
+def test_each_stream_has_a_number_that_no_other_has_had():
+    script = """
+        numbers, handles = set(), set()
+        for _ in range(100):
+            stream, number = make_stream(), ctypes.c_ulonglong()
+            call("cudaStreamGetId", stream, ctypes.byref(number))
+            call("cudaStreamDestroy", stream)
+            numbers.add(number.value)
+            handles.add(stream.value)
+        print(len(numbers), len(handles) < 100)
+    """
+    assert run_script(script, STANDIN_STREAMS="inline") == "100 True"
+
+
 def test_late_work_runs_after_its_delay():
     script = """
         import time
