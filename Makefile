@@ -17,7 +17,7 @@ SOURCES := setup.py pyproject.toml $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* s
 CXX_FILES := $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*.cu csrc/*/*/*.h csrc/*/*/*.cu \
     tests/emulation/*.cpp tests/emulation/*.h tests/emulation/*/*.cpp tests/emulation/*/*.h \
     tests/sanitizer/*.cpp tests/standin/*.h tests/standin/*/*.cpp tests/standin/*/*.h \
-    benchmarks/*.cpp)
+    benchmarks/*.cpp benchmarks/experiment/*.cpp benchmarks/experiment/*.cu)
 
 .PHONY: help install demo test standin docs bench lint format clean
 

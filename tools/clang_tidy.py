@@ -37,7 +37,8 @@ def commands() -> dict[str, list[str]]:
     found = {path: cpu for path in (*ROOT.glob("csrc/*.cpp"), *ROOT.glob("csrc/cpu/*.cpp"))}
     emulation = ["-std=c++17", "-xc++", "-Itests/emulation", "-Itests/standin/threads", "-Icsrc"]
     emulation += ["-Wno-unknown-pragmas"]
-    kernels = (*ROOT.glob("csrc/cuda/kernels/*.cu"), *ROOT.glob("tests/emulation/**/*.cpp"))
+    kernels = [*ROOT.glob("csrc/cuda/kernels/*.cu"), *ROOT.glob("tests/emulation/**/*.cpp")]
+    kernels.append(ROOT / "benchmarks" / "experiment" / "operators.cpp")
     found.update({path: emulation for path in kernels})
     headers = cuda_include()
     if headers is None:
