@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
   const int64_t stride = step * matrix.columns;
   int64_t offset = (chunks.first() + row) * matrix.columns + column;
   Vector<T, kVector> values[kInputs][kSteps];
+  int left = chunks.left(row);
   const auto load_rows = [&] {
-    const int left = chunks.left(row);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (k * step < left) {
@@ -115,7 +115,6 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
       [&](int v, int channel) { formulas[v] = memory.get(channel, formula); });
 
   do {
-    const int left = chunks.left(row);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (k * step < left) {
@@ -133,6 +132,7 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
       }
     }
     chunks.advance();
+    left = chunks.left(row);
     offset -= matrix.stride;
     load_rows();
   } while (chunks.has_chunk());
@@ -154,8 +154,8 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
   AlignedVector vector[kSteps];
   Vector<T, kVector> values[kInputs][kSteps];
   VectorWalk<kVector, kAligned, kElementwise.direction> walk(planar, channel, chunks.first() + at);
+  int left = chunks.left(at);
   const auto load_vectors = [&] {
-    const int left = chunks.left(at);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       vector[k] = walk.get();
@@ -178,7 +178,6 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
   const Formula of_channel = memory.get(threadIdx.y, formula);
 
   do {
-    const int left = chunks.left(at);
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
       if (k * step < left) {
@@ -196,6 +195,7 @@ __global__ void __launch_bounds__(kMaxThreads, kElementwise.blocks)
       }
     }
     chunks.advance();
+    left = chunks.left(at);
     walk.next_chunk();
     load_vectors();
   } while (chunks.has_chunk());
