@@ -42,13 +42,24 @@ BAD_INPUTS = [
 
 @pytest.mark.filterwarnings("ignore:.*quant.*")
 @pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("passes_before", [0, 1])
 @pytest.mark.parametrize(("make", "kind", "message"), BAD_INPUTS)
-def test_bad_input(make, kind, message, training):
+def test_bad_input(make, kind, message, passes_before, training):
     layer = SyncBatchNorm(3).train(training)
+    for _ in range(passes_before):
+        layer(X)
     state = {key: value.clone() for key, value in layer.state_dict().items()}
     with pytest.raises(kind, match=message):
         layer(make())
     assert all(torch.equal(value, state[key]) for key, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dimensions_are_checked_in_each_pass(training):
+    layer = convert_sync_batchnorm(nn.BatchNorm2d(3)).train(training)
+    layer(torch.rand(2, 3, 4, 4))
+    with pytest.raises(ValueError, match=r"expected 4D input \(got 3D input\)"):
+        layer(torch.rand(2, 3, 4))
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -288,7 +288,7 @@ LEFT = [
     (use_and_return, "its output is used 2 times"),
     (lambda m, x: m.bn1(x), "is followed by no activation"),
     (lambda m, x: m.conv1(m.bn1(x)), "is followed by Conv2d, which cannot be fused"),
-    (lambda m, x: F.gelu(m.bn1(x)), "is followed by gelu, which cannot be fused"),
+    (lambda m, x: F.relu6(m.bn1(x)), "is followed by relu6, which cannot be fused"),
     (lambda m, x: torch.add(m.bn1(x), x, alpha=2).relu(), "is followed by add, which cannot"),
     (lambda m, x: m.relu(m.bn1(x) + 1), "is followed by add, which cannot be fused"),
     (lambda m, x: F.leaky_relu(m.bn1(x), -0.5), "is followed by leaky_relu, which cannot be fused"),
