@@ -147,7 +147,7 @@ def part_calls(layers: int) -> dict[Key, Call]:
         ("+ checks and Function", "forward"): lambda: [p.trained() for p in passes],
         ("reduction", "backward"): lambda: [p.reduced() for p in passes],
         ("+ all-reduce", "backward"): lambda: [p.backward_sums() for p in passes],
-        ("+ the input's gradient", "backward"): lambda: [p.backward_applied() for p in passes],
+        ("+ input gradient", "backward"): lambda: [p.backward_applied() for p in passes],
     }
     return calls | {(name, "part"): repeat(part, layers) for name, part in parts.items()}
 

@@ -30,4 +30,4 @@ def test_a_layer_launches_two_kernels_each_way_and_waits_for_nothing(tmp_path, c
         assert ours["launches"] < theirs["launches"] and ours["tensors"] < theirs["tensors"], found
     assert found["torch", "forward"]["waits"] > 0, found
     expected = {("an all_reduce", "part"), ("+ normalization", "forward")}
-    assert expected | {("+ the input's gradient", "backward")} <= found.keys(), found
+    assert expected | {("+ input gradient", "backward")} <= found.keys(), found
