@@ -32,7 +32,7 @@ def host_clock(call: Call, calls: int) -> float:
 def eager_clock(call: Call, calls: int) -> float:
     """Return the seconds per call on the GPU, from the first call's start to the last one's end."""
     torch.cuda.synchronize()
-    return _elapsed(call, calls)
+    return elapsed(call, calls)
 
 
 def gpu_clock(call: Call, calls: int) -> float:
@@ -42,7 +42,7 @@ def gpu_clock(call: Call, calls: int) -> float:
     seconds = host_clock(call, calls)
     torch.cuda.synchronize()
     torch.cuda._sleep(int(1.5 * seconds * calls * SLEEP_CYCLES_PER_SECOND))
-    return _elapsed(call, calls)
+    return elapsed(call, calls)
 
 
 def launch_clock(call: Call, calls: int) -> float:
@@ -51,7 +51,8 @@ def launch_clock(call: Call, calls: int) -> float:
     return host_clock(call, min(calls, LAUNCHES_AHEAD // 8))
 
 
-def _elapsed(call: Call, calls: int) -> float:
+def elapsed(call: Call, calls: int) -> float:
+    """Return the seconds per call between two events, before and after the calls."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(calls):

@@ -75,7 +75,7 @@ def part(name: str, seconds: int, module: object, *arguments: object) -> Part:
 
 
 def choose(args: argparse.Namespace) -> None:
-    """Print what the rows of a run say."""
+    """Print the report of a run."""
     print(*report(read(args.results)), sep="\n")
 
 

@@ -193,6 +193,6 @@ def find_nvcc() -> Path:
 
 
 def build(libraries: Iterable[Library]) -> None:
-    """Compile those that are not built; the first error is raised."""
+    """Compile the libraries that are not built; raise the first error."""
     with ThreadPoolExecutor(COMPILERS) as pool:
         list(pool.map(Library.build, libraries))

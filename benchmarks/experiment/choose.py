@@ -2,8 +2,8 @@
 
 A sum is one operator's time, or a pair's, in the layers of ResNet-50 for one kind of input. A
 variant is faster than the present kernels in a sum if its gain exceeds three times the larger
-spread of the two, (q3 - q1) / median, and what the present kernels differ from themselves when they
-are timed a second time. For the reductions, the element-wise kernels and the pairs, the chosen
+spread of the two, (q3 - q1) / median, and the difference between two timings of the present
+kernels. For the reductions, the element-wise kernels and the pairs, the chosen
 variant is faster in one of their sums over the whole net at least, and slower in no sum, also not
 from the L2 cache or beside busy multiprocessors; of several the one with the smallest mean time.
 Otherwise the present kernels stay. A variant that had wrong values is left out.
@@ -29,7 +29,7 @@ OF_A_NET = " of a net"
 MEMORY = "memory"
 
 COPY = "copy"
-AGAIN = "present again"  # the present kernels a second time: what differs by chance
+AGAIN = "present again"  # the present kernels a second time: differences by chance
 WRONG = "wrong"  # the kind of a row of a variant with wrong values; the median is its error
 
 SPREADS = 3
@@ -37,7 +37,7 @@ FASTEST_PATTERNS = 5  # are printed
 
 
 class Key(NamedTuple):
-    """What is measured, of all variants alike."""
+    """The key of a measurement, which all variants share."""
 
     benchmark: str
     quantity: str

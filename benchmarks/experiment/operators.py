@@ -26,7 +26,7 @@ from benchmarks.experiment.choose import AGAIN, BUSY, COLD, COPY, OF_A_NET, WARM
 from benchmarks.experiment.memory import check_launch
 from benchmarks.experiment.memory import load as load_memory
 from benchmarks.experiment.setting import Setting, timed_rows, write
-from benchmarks.measure import Call, Clock, Samples, interleave
+from benchmarks.measure import Call, Clock, Samples, elapsed, interleave
 from benchmarks.results import Row
 from benchmarks.traffic import OPERATORS
 
@@ -178,7 +178,7 @@ class Layer:
         return dict(zip(OPERATORS, outputs, strict=True))
 
     def expected(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return each operator's result in float64, and what its error is relative to."""
+        """Return each operator's result in float64, and the scale of its error."""
         x, dy = self.sets[0].x.double(), self.sets[0].dy.double()
         dims, count = (0, 2, 3), x.numel() // x.size(1)
 
@@ -258,14 +258,9 @@ def make_busy_clock() -> Clock:
             check_launch(library.run_busy(other.cuda_stream, *busy))
             ended = other.record_event()
             torch.cuda._sleep(LAUNCH_CYCLES)  # until all calls are launched
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(calls):
-                call()
-            end.record()
-            end.synchronize()
+            seconds = elapsed(call, calls)
             if not ended.query():
-                return float(start.elapsed_time(end)) / 1e3 / calls
+                return seconds
         raise RuntimeError(f"expected {calls} calls in less than {BUSY_NANOSECONDS} ns")
 
     return clock

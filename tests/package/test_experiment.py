@@ -1,4 +1,4 @@
-"""The experiment with the CUDA kernels, as far as it runs without a GPU."""
+"""The experiment with the CUDA kernels, without a GPU."""
 
 import subprocess
 from argparse import Namespace
