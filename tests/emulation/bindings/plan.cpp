@@ -8,7 +8,7 @@ extern "C" const char* plan(const Call* call, const void* a, const void* b, cons
     const int64_t values[] = {
         plan.is_matrix, plan.vector,  plan.aligned,
         plan.block_x,   plan.block_y, plan.tiles,
-        plan.splits,    plan.share, plan.is_matrix ? plan.geometry.inner : plan.vector};
+        plan.splits,    plan.share,   plan.is_matrix ? plan.geometry.inner : plan.vector};
     std::copy(std::begin(values), std::end(values), fields);
   });
 }
