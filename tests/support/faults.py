@@ -66,20 +66,20 @@ def catch_and_go_on(training, where):
         training.step()
 
 
-def run_out(*operators):
-    """Let the next call of one of the operators find no memory."""
+def refuse(*args):
+    raise RuntimeError("CUDA out of memory. syncbn tried to allocate 8 bytes on device 0")
 
-    def refuse(*args):
-        replaced.close()
-        raise RuntimeError("CUDA out of memory. syncbn tried to allocate 8 bytes on device 0")
 
-    replaced = contextlib.ExitStack()
-    replaced.enter_context(ops.replaced(**dict.fromkeys(operators, refuse)))
+def run_out(training, where, *operators):
+    """Let operators find no memory for the rest of the step."""
+    with contextlib.ExitStack() as step:
+        replaced = ops.replaced(**dict.fromkeys(operators, refuse))
+        training.steps_at(where, lambda: step.enter_context(replaced))
 
 
 def run_out_before(training, where):
     operator = "batch_norm_backward_reduce" if where == "backward" else "batch_norm_stats"
-    training.steps_at(where, lambda: run_out(operator))
+    run_out(training, where, operator)
 
 
 def run_out_and_end(training, where):
@@ -91,7 +91,7 @@ def run_out_and_end(training, where):
 
 def run_out_after(training, where):
     operator = "batch_norm_backward_apply" if where == "backward" else "batch_norm_apply"
-    training.steps_at(where, lambda: run_out(operator, "verify_sums"))  # the last one: compiled
+    run_out(training, where, operator, "verify_sums")  # the last one: compiled
 
 
 def interrupt_while_waiting(training, where):

@@ -1,11 +1,13 @@
 """The operators as functions: with a mask by name, and with errors in their classes."""
 
 import contextlib
-from unittest import mock
+import functools
+import warnings
 
-import syncbn.ops
+import torch
+
 from syncbn.ops import *  # noqa: F403
-from syncbn.ops import Operators, around, batch_norm, in_its_class
+from syncbn.ops import Operators, around, in_its_class
 
 
 def _as_function(name):
@@ -24,10 +26,26 @@ for _name in Operators._fields:
 
 @contextlib.contextmanager
 def replaced(**functions):
-    """Let layers call other functions in the place of operators of these names."""
-    usual = {name: call for name, call in functions.items() if name in Operators._fields}
-    with (
-        mock.patch.dict(batch_norm._OVERLOADS, functions),
-        mock.patch.object(syncbn.ops, "usual", syncbn.ops.usual._replace(**usual)),
-    ):
+    """Let ``function(original, *operands)`` run in the place of operators of these names.
+
+    Registered with torch's dispatcher: C++ calls operators, too.
+    """
+    library = torch.library.Library("syncbn", "IMPL")
+
+    def register(name, function, key):
+        kernel = torch.library.get_kernel(f"syncbn::{name}", key)
+
+        def call(keys, *operands):
+            return function(functools.partial(kernel.call_boxed, keys), *operands)
+
+        library.impl(name, call, key, with_keyset=True, allow_override=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for name, function in functions.items():
+            for key in ("CPU", "CUDA") if torch.cuda.is_available() else ("CPU",):
+                register(name, function, key)
+    try:
         yield
+    finally:
+        library._destroy()
