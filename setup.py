@@ -1,5 +1,8 @@
 """Builds syncbn._C, and syncbn._cuda if there is CUDA. Other settings are in pyproject.toml.
 
+Also builds syncbn._pass_torch_X_Y, the training pass in C++, for the minor version of torch that it
+finds. Without it Python makes the passes.
+
 SYNCBN_CUDA           auto (the default): CUDA operators if torch has CUDA and nvcc is of its major
                       version; 1: an error if they cannot be built; 0: none.
 CXX                   the C++ compiler; by default torch compiles with c++, and setuptools links
@@ -191,10 +194,17 @@ class CheckedBuild(BuildExtension):
         super().build_extensions()
 
     def build_extension(self, ext):
-        super().build_extension(ext)
+        try:
+            super().build_extension(ext)
+        except Exception as error:
+            if not ext.optional:
+                raise
+            print(f"syncbn: Python makes the training passes: {ext.name}: {error}", file=sys.stderr)
+            return
         check_standard_library(Path(self.get_ext_fullpath(ext.name)))
 
 
+BUILT_WITH_TORCH = ("SYNCBN_BUILT_WITH_TORCH", f'"{torch.__version__}"')
 extensions.insert(
     0,
     CppExtension(
@@ -204,11 +214,23 @@ extensions.insert(
         define_macros=[
             ("SYNCBN_VERSION", f'"{VERSION}"'),
             ("SYNCBN_OLDEST_TORCH", f'"{OLDEST_TORCH}"'),
-            ("SYNCBN_BUILT_WITH_TORCH", f'"{torch.__version__}"'),
+            BUILT_WITH_TORCH,
             ("SYNCBN_CUDA_ARCHITECTURES", f'"{architectures}"'),
         ],
         extra_compile_args=COMPILE_FLAGS,
     ),
+)
+
+PASS_MODULE = "_pass_torch_" + "_".join(torch.__version__.split(".")[:2])
+extensions.append(
+    CppExtension(
+        f"syncbn.{PASS_MODULE}",
+        sources=sorted(glob("csrc/pass/*.cpp")),
+        depends=sorted(glob("csrc/pass/*.h")),
+        define_macros=[("SYNCBN_PASS_MODULE", PASS_MODULE), BUILT_WITH_TORCH],
+        extra_compile_args=COMPILE_FLAGS,
+        optional=True,
+    )
 )
 
 print(

@@ -5,15 +5,15 @@ OLDEST := VENV=.venv-oldest TORCH=2.11.0
 NEWEST := VENV=.venv-newest TORCH=2.15.0
 AGAIN := $(filter tests/layer/% tests/compile/%,$(MAIN_TESTS))
 BUILT := WHEEL="$$(echo dist/syncbn-*.whl)"
-.PHONY: all built torch oldest newest again
-all: oldest newest again
+.PHONY: all built torch oldest newest again python
+all: oldest newest python
 
 # pip would compile seven million lines of Python, of which the tests import a part: their processes
 # compile that once. PIP_NO_COMPILE is the value of pip's option to compile, so 0 turns it off.
 export PIP_NO_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
 
-# The wheel and the tools' environment. The CUDA library is built for one GPU and as PTX: a release
+# The wheel, and the tools' environment with it. The CUDA library is built for one GPU and as PTX: a release
 # builds it for all GPUs, and tools/wheels.py looks for spilled registers in each.
 built: export TORCH_CUDA_ARCH_LIST := 9.0+PTX
 built: export CPPFLAGS := -Werror
@@ -21,6 +21,7 @@ built: export NVCC_APPEND_FLAGS := -Werror=all-warnings -Xcompiler=-Werror
 built:
 	$(MAKE) -f tools/maintain.mk wheel .venv-oldest/tools.stamp $(OLDEST)
 	rm -rf build/again
+	$(MAKE) .venv-oldest/syncbn.stamp $(OLDEST) $(BUILT)
 	.venv-oldest/bin/python -m build --sdist --no-isolation --outdir build/again
 
 # Downloads while the wheel compiles.
@@ -33,11 +34,18 @@ oldest: built
 
 # The main tests of layers and graphs do not run twice. The frameworks call the interfaces that
 # tests/layer covers, and the CUDA operators are the same binary code with each torch.
-newest: built torch
+newest: built torch again
 	$(MAKE) test $(NEWEST) $(BUILT)
 	PYTEST_ADDOPTS="-m 'not any_torch' $(addprefix --ignore=,$(AGAIN))" \
 	    $(MAKE) test-compile standin-core test-layer $(NEWEST) $(BUILT)
+	PYTHONPATH=$(CURDIR)/build/again/site .venv-newest/bin/pytest $(addprefix tests/,layer/test_pass.py \
+	    layer/test_functional.py layer/test_saved_tensors.py ranks/test_pass.py ranks/test_multi_rank.py)
 	.venv-newest/bin/mypy
+
+# The wheel has the training pass in C++ for the oldest torch, and build/again/site for the newest.
+# Python makes the passes where there is none.
+python: built
+	SYNCBN_PYTHON_PASS=1 $(MAKE) test-layer test-ranks $(OLDEST) $(BUILT)
 
 # The README's other installation: pip builds the sdist with the newest torch, and the oldest loads
 # the result. CPU operators only: the stand-in compiles the others with the newest torch. In a folder

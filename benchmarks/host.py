@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from torch.multiprocessing.spawn import spawn
 
 import syncbn
 from benchmarks.measure import Call
+from syncbn import training
 
 LAYERS = 20
 SHAPE = (8, 16, 4, 4)
@@ -40,12 +42,22 @@ class Chain(nn.ModuleList):
         return x
 
 
+class PythonChain(Chain):
+    """A chain whose training passes Python makes, also where there is a library for them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output of the last layer."""
+        with mock.patch.object(training, "library", None):
+            return super().forward(x)
+
+
 def chains() -> dict[str, nn.Module]:
     """Return the models to compare."""
     channels = SHAPE[1]
     return {
         BASELINE: Chain(lambda: nn.BatchNorm2d(channels)),
         "syncbn": Chain(lambda: syncbn.SyncBatchNorm2d(channels)),
+        "syncbn, passes in Python": PythonChain(lambda: syncbn.SyncBatchNorm2d(channels)),
         "syncbn, ReLU": Chain(lambda: syncbn.SyncBatchNorm2d(channels, activation="relu")),
         "syncbn, residual and ReLU": Chain(
             lambda: syncbn.SyncBatchNorm2d(channels, activation="relu"), adds=True
@@ -79,7 +91,11 @@ def run_rank(rank: int, mode: str, store: str, rounds: int, compiler: str) -> No
         from torch.testing._internal.distributed.fake_pg import FakeStore
 
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    steps = {name: step_calls(model, compiler) for name, model in chains().items()}
+    steps = {
+        name: step_calls(model, compiler)
+        for name, model in chains().items()
+        if not (compiler and isinstance(model, PythonChain))  # a graph calls no forward
+    }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     for number in range(rounds + 5):
         for name, (forward, backward) in steps.items():

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from syncbn import convert_sync_batchnorm, explain_fusion
+from syncbn.distributed.passes import library_missing
 from syncbn.modules import SyncBatchNorm
 from syncbn.ops._extension import build_info, cuda_missing, device_types
 
@@ -29,6 +30,7 @@ def info() -> dict[str, str]:
         "CUDA operators": f"none: {cuda_missing}"
         if cuda_missing
         else build_info["cuda_architectures"],
+        "training pass": f"Python: {library_missing}" if library_missing else "C++",
         "devices": ", ".join(device_types),
         "torch": torch.__version__,
         "torch's CUDA": str(torch.version.cuda),

@@ -201,14 +201,14 @@ def _call_override(operands: Any, call: tuple[Any, ...]) -> Tensor:
     input, arguments, process_group, layer, _ = call
     record = _record_of(process_group, identity_of(layer))
     state = record.state
-    num_passes = 0 if state is None else state.store.num_passes
+    num_passes = 0 if state is None else state.num_passes
     try:
         output: Tensor = torch.overrides.handle_torch_function(train, operands, *call)
         return output
     except Exception as error:
         # The call of train() aborts its pass itself, and raises errors of earlier passes.
         has_begun = any(frame.f_code is train.__code__ for frame, _ in walk_tb(error.__traceback__))
-        if state is None or has_begun or state.store.num_passes != num_passes:
+        if state is None or has_begun or state.num_passes != num_passes:
             raise
         raise failures.abort(error, record, input, arguments) from error.__cause__
 

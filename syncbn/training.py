@@ -7,7 +7,7 @@ torch.compile are in :mod:`syncbn.graph.inductor`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from syncbn._compat import (
 from syncbn.distributed import alignment, collectives, errors, failures, negotiation
 from syncbn.distributed.collectives import SUM, TORCHS_ALL_REDUCE
 from syncbn.distributed.layer_id import Identity
+from syncbn.distributed.passes import library
 from syncbn.distributed.state import GroupState, PassRecord, channels_of, group_state, size_of
 from syncbn.ops import checks, formulas, masks, reference, tensors
 from syncbn.ops.arguments import Arguments
@@ -49,6 +50,10 @@ def train(
         TypeError, ValueError, NotImplementedError: As :func:`syncbn.sync_batch_norm`.
         RuntimeError: Another rank fails, has failed before, or makes another pass.
     """
+    if library is not None and observe is None:
+        made: Tensor | None = library.train(input, arguments, record)
+        if made is not None:
+            return made
     state, totals = record.state, None
     if state is not None and (
         state.is_misaligned or state.statuses.by_device or active_ddp_model() is not None
@@ -295,6 +300,42 @@ def backward(ctx: Any, grad_output: Tensor, record: PassRecord) -> Gradients:
     )
 
 
+class _LibraryContext(NamedTuple):
+    """The context of a node of csrc/pass, as that of :class:`SyncBatchNormFunction`."""
+
+    saved: list[Tensor | None] | Exception
+    record: PassRecord
+    eps: float
+    bias_dtype: torch.dtype | None
+    needs_input_grad: tuple[bool]
+    activation: None = None
+    negative_slope: float = 0.01
+    has_residual: bool = False
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors of the forward pass, the mask of None at their end."""
+        if isinstance(self.saved, Exception):
+            raise self.saved
+        return *self.saved, None
+
+
+def backward_of_library(
+    saved: list[Tensor | None] | Exception,
+    grad_output: Tensor,
+    record: PassRecord,
+    eps: float,
+    bias_dtype: torch.dtype | None,
+    needs_grad_input: bool,
+) -> tuple[Tensor | None, ...]:
+    """Make the backward pass of a node of csrc/pass, if the node does not make it.
+
+    ``saved`` is the exception if the saved tensors could not be read.
+    """
+    ctx = _LibraryContext(saved, record, eps, bias_dtype, (needs_grad_input,))
+    return SyncBatchNormFunction.backward(ctx, grad_output)
+
+
 # The sums over the ranks.
 
 
@@ -317,7 +358,7 @@ def all_reduce(message: Tensor, record: PassRecord) -> Tensor:
     is_new = size not in last.sizes
     if is_new and state.is_asynchronous(message.device):
         failures.wait_for_totals(state, record, message.device)
-    state.store.num_passes += 1
+    state.num_passes += 1
     state.size = size
     state.sizes_sent.append(size)
     if is_new:

@@ -87,7 +87,7 @@ def align(
     if absent:
         return Alignment(cause, f"rank {min(absent)} does not know of it yet")
     ahead = max(stops.values())
-    num_behind = ahead.num_passes - state.store.num_passes
+    num_behind = ahead.num_passes - state.num_passes
     if num_behind > len(ahead.sizes) or len({stop.num_others for stop in stops.values()}) > 1:
         return Alignment(
             cause,
@@ -99,7 +99,7 @@ def align(
         if size:
             work = collectives.start_sum(aborting_message(state, size, device), state.group)
     wait_until_sent(work, time.monotonic() + SEND_SECONDS)
-    state.store.num_passes = ahead.num_passes
+    state.num_passes = ahead.num_passes
     state.num_alignments += 1
     state.is_misaligned = False
     state.forget()
@@ -127,7 +127,7 @@ def _stop_all(text: str) -> None:
 
 def _write_stop(state: GroupState, text: str) -> None:
     """Write to the store where this rank stands."""
-    num_passes, num_others = state.store.num_passes, 0
+    num_passes, num_others = state.num_passes, 0
     with contextlib.suppress(RuntimeError):  # of a backend that does not count them
         device = collectives.likely_device(state.group)
         num_others = _compat.count_operations(state.group, device) - num_passes

@@ -103,7 +103,7 @@ def _start(
             # After an earlier failure no rank waits in this pass.
             is_known = state.is_misaligned or state.statuses.read() != 0
         if not is_known:
-            state.store.num_passes += 1
+            state.num_passes += 1
             text = _report_abort(error, state)
             with contextlib.suppress(RuntimeError, ValueError):  # of a store that fails
                 size = _size_to_abort(state, size, text, device)

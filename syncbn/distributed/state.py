@@ -15,15 +15,13 @@ from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.device_status import DeviceStatuses, has_come
 from syncbn.distributed.layer_id import ANONYMOUS, Identity, digest
+from syncbn.distributed.passes import SEVERAL, Group, Record
 from syncbn.distributed.store import GroupStore, PassReport
 
 # Their positions are part of the fingerprints.
 STEP = "step of recompute_statistics"  # between its batches: no pass of a layer
 _DIRECTIONS = ("forward", "recomputation", "backward", "double backward", STEP)
 _OF_CHANNELS = _DIRECTIONS[:3]  # whose messages are sums of channels
-
-# The next size after which several sizes have followed: neither 0 nor the size of a message.
-_SEVERAL = 1
 
 # Bounds of the records of a program that makes new layers all the time.
 _MAX_RECORDS = 10_000
@@ -35,48 +33,31 @@ _MAX_AHEAD = 4096
 _DEVICE_SECONDS = 5.0
 
 
-class PassRecord:
+class PassRecord(Record):
     """One direction of one layer: in a group its fingerprint, and the sizes that have followed."""
 
-    __slots__ = (
-        *("_tail", "checked", "direction", "end", "fingerprint", "is_forward", "layer", "num_dims"),
-        *("next_size", "sizes", "state"),
-    )
+    __slots__ = ("checked", "end", "layer", "num_dims", "state")
 
     def __init__(self, state: "GroupState | None", layer: Identity, direction: str) -> None:
+        fingerprint = 0.0
+        if state is not None:
+            hashed = digest(layer.number, direction)
+            fingerprint = float(8 * hashed + _DIRECTIONS.index(direction) + 1)
+        super().__init__(direction, fingerprint)
         # The state of the group; None in one process.
         self.state = state
         # A copy of the layer's identity, whose end is also the record's.
         self.layer = layer.copy()
         self.end: ref[Identity] | None = None
-        self.direction, self.is_forward = direction, direction == "forward"
         # The numbers and the number of dimensions that the last pass had and that were right.
         self.checked: object = None
         self.num_dims = 0
-        # Kept for the next pass; None until it is made.
-        self._tail: Tensor | None = None
-        self.sizes: list[int] = []
-        # The size that is expected to follow; 0 if none is, _SEVERAL if several have followed.
-        self.next_size = 0
-        if state is not None:
-            hashed = digest(layer.number, direction)
-            self.fingerprint = float(8 * hashed + _DIRECTIONS.index(direction) + 1)
 
     def is_in(self, group: ProcessGroup | None) -> bool:
         """Whether passes of this group have this record; of no group or one rank, without state."""
         if self.state is None:
             return group is None or (collectives.is_process_group(group) and group.size() == 1)
         return group is not None and self.state.get_group() is group and group.size() > 1
-
-    def forget_sizes(self) -> None:
-        """Forget the sizes of the messages that have followed."""
-        self.sizes, self.next_size, self._tail = [], 0, None
-
-    def add_size(self, size: int) -> None:
-        """Remember the size of the message that has followed."""
-        self.sizes.append(size)
-        self.next_size = size if len(self.sizes) == 1 else _SEVERAL
-        self._tail = None
 
     @property
     def tail(self) -> Tensor | None:
@@ -86,15 +67,15 @@ class PassRecord:
         """
         if self.state is None:
             return None
-        if self._tail is not None and _compat.num_dispatch_modes() == 0:
-            return self._tail
+        if self.kept_tail is not None and _compat.num_dispatch_modes() == 0:
+            return self.kept_tail
         numbers = [self.fingerprint, self.next_size, self.next_size**2]
         if _compat.is_faking():
             return torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        if self._tail is None:
+        if self.kept_tail is None:
             with _compat.without_dispatch_modes(), torch.inference_mode(False):
-                self._tail = torch.tensor(numbers, dtype=torch.float64, device="cpu")
-        return self._tail
+                self.kept_tail = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        return self.kept_tail
 
     @property
     def name(self) -> str:
@@ -111,7 +92,7 @@ class PassRecord:
         return f"the {self.name}" + ("" if self.direction == STEP else f" of {self.layer}")
 
 
-class GroupState:
+class GroupState(Group):
     """The state of a process group on this rank: the passes made in it, and the expected ones."""
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -121,10 +102,9 @@ class GroupState:
         self.is_registered = _compat.is_registered(group)
         # A rank over NCCL may be passes ahead of another.
         self.is_over_nccl = backend not in ("", "gloo")
-        # gloo adds up on the CPU, so that the host waits in the sum of CUDA tensors.
-        self.waits_for_cuda = backend == "gloo"
-        self.adds_up = collectives.adds_up(group)
-        self.store = GroupStore(group, keeps_keys=self.is_over_nccl)
+        adds_up, sizes_sent = collectives.adds_up(group), deque[int](maxlen=_MAX_AHEAD)
+        super().__init__(adds_up, backend == "gloo", group.size(), sizes_sent)
+        self.store = GroupStore(group, self, keeps_keys=self.is_over_nccl)
         # A weak reference, for the reason that collectives.GroupReference gives.
         self.get_group = ref(group, self.store.close)
         # The records by key and number of their layer, and by direction; those of calls of
@@ -134,9 +114,6 @@ class GroupState:
         # How often the ranks may have gone on at different passes, the start included.
         self.num_failures = 0
         self.forget()
-        # The size of this rank's message, and of the latest messages.
-        self.size = 0
-        self.sizes_sent: deque[int] = deque(maxlen=_MAX_AHEAD)
         # How often sizes were compared in the store, and the sizes that were.
         self.num_comparisons = 0
         self.sizes_compared: set[int] = set()
@@ -144,14 +121,12 @@ class GroupState:
         # may be this one; and how often all ranks have compared a size.
         self.neighbors: WeakValueDictionary[int, ProcessGroup] = WeakValueDictionary()
         self.num_sizes_compared = 0
-        # How many messages the sums of the last pass are of.
-        self.num_summed = group.size() if self.adds_up else 1
         # CUDA: the notes of devices.
         self.statuses = DeviceStatuses(self.timeout if self.waits_for_cuda else None)
-        # NCCL: how often ranks have aligned, see alignment.align, whether they may have made
-        # different numbers of passes, and whether this rank can make no more.
+        # NCCL: how often ranks have aligned, see alignment.align, and whether this rank can make no
+        # more passes.
         self.num_alignments = 0
-        self.is_misaligned = self.is_lost = False
+        self.is_lost = False
         # NCCL: a message of NaN, see alignment.aborting_message.
         self.aborting: Tensor | None = None
 
@@ -210,12 +185,10 @@ class GroupState:
             for record in [*self._records.values()]:
                 record.forget_sizes()
         self.num_failures += 1
-        # The last pass, the number of passes since the last change between forward passes and
-        # others, the next size that this rank sent, and the sums.
         self.last = PassRecord(self, ANONYMOUS, "forward")
         self.num_in_row = 0
         self.next_size_sent = 0
-        self.totals: Tensor | None = None
+        self.totals = None
 
     def sum_of(self, number: float) -> float:
         """Return the sum of the ranks' numbers, if all of them send this one."""
@@ -230,8 +203,10 @@ class GroupState:
             first = self.record(record.layer, "forward")
             with _compat.without_dispatch_modes():
                 record = first if totals[-3] == self.sum_of(first.fingerprint) else record
-        expected = record.fingerprint * self.num_summed
-        return expected, self.statuses.of(totals.device).note if totals.is_cuda else None
+        expected, note = record.fingerprint * self.num_summed, None
+        if totals.is_cuda:
+            note = self.notes[totals.device.index] = self.statuses.of(totals.device).note
+        return expected, note
 
     def expected_size(self) -> int:
         """Return the size that is expected to come next; 0 if none is, or ranks expect several.
@@ -249,7 +224,7 @@ class GroupState:
         if next_sizes == 0 or squares % next_sizes != 0 or next_sizes**2 % squares != 0:
             return 0
         expected = int(squares / next_sizes)
-        return expected if expected != _SEVERAL and self.next_size_sent in (0, expected) else 0
+        return expected if expected != SEVERAL and self.next_size_sent in (0, expected) else 0
 
     def count_operations(self, device: torch.device) -> int | None:
         """Return the number of operations that the backend has counted; None if it does not."""

@@ -4,10 +4,12 @@ import contextlib
 from collections import deque
 from datetime import timedelta
 from typing import NamedTuple
+from weakref import ref
 
 from syncbn import _compat
 from syncbn.distributed import collectives
 from syncbn.distributed.collectives import ProcessGroup, Store
+from syncbn.distributed.passes import Group
 
 # The ranks come out of the same collective, but some may be busy.
 _REPORT_TIMEOUT = timedelta(seconds=5)
@@ -56,16 +58,22 @@ def text_of(error: BaseException) -> str:
 class GroupStore:
     """The store of a group. MPI's groups have none; then a rank finds no keys of others."""
 
-    def __init__(self, group: ProcessGroup, *, keeps_keys: bool) -> None:
+    def __init__(self, group: ProcessGroup, passes: Group, *, keeps_keys: bool) -> None:
         self._store = collectives.store_of(group)
+        self._passes = ref(passes)  # which hold this object
         # Groups that have had the same store, one after the other, use different keys.
         self._prefix = f"syncbn/{self._count_groups(group)}"
         # Whether this rank may be passes ahead of another one that still has to read its keys.
         self._keeps_keys = keeps_keys
         # The keys that this rank has written, each with the number of its pass.
         self._keys: deque[tuple[int, str]] = deque()
-        # The number of passes that this rank has made in the group, aborted ones included.
-        self.num_passes = 0
+
+    @property
+    def num_passes(self) -> int:
+        """The number of passes that this rank has made in the group, aborted ones included."""
+        passes = self._passes()
+        assert passes is not None
+        return passes.num_passes
 
     def close(self, _: object) -> None:
         """Let the store go, because the group has ended: its connections are closed."""

@@ -26,7 +26,7 @@ def train(
     Ours is needed in a group and with a mask.
     """
     # An export sends nothing, so that no rank waits for one that fails in it.
-    record = PassRecord(None, layer, "forward")
+    record = None
     if group is not None and not torch.compiler.is_compiling():
         record = group_state(group).record(layer, "forward")
         failures.check_before(record)
@@ -35,6 +35,7 @@ def train(
         checks.check_objects(input, arguments)
         mask = None if arguments.mask is None else masks.as_positions(arguments.mask, input)
     except Exception as error:
+        record = record or PassRecord(None, layer, "forward")
         raise failures.abort(error, record, input, arguments) from None
     if not torch.compiler.is_compiling() and _compat.is_recomputation():
         # The update of the forward pass has been recorded; the update of this pass is dropped.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from syncbn import _compat, ops, training
-from syncbn.distributed import collectives, failures
+from syncbn.distributed import collectives, failures, passes
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, Layer, identity_from
 from syncbn.distributed.state import PassRecord
@@ -269,6 +269,18 @@ _library.define(
 @torch.library.impl(_library, "compiled_forward", "CompositeExplicitAutograd")
 def _(input: Tensor, *values: Any) -> Tensor:
     record, arguments = _begin(*values)
+    totals: Tensor | None = None
+    if passes.library is not None:
+        totals = passes.library.sum_statistics(input, arguments, record)
+    if totals is None:
+        totals = _sum_statistics(input, arguments, record)
+    totals = training.verify(totals, record)
+    if record.direction == "recomputation":
+        totals[-1:].neg_()
+    return totals
+
+
+def _sum_statistics(input: Tensor, arguments: Arguments, record: PassRecord) -> Tensor:
     try:
         if not training.are_as_before(input, arguments, record):
             checks.check_training(input, arguments)
@@ -284,10 +296,7 @@ def _(input: Tensor, *values: Any) -> Tensor:
                 formulas.check_more_than_one_value(message, input.size(1))
     except Exception as error:
         raise failures.abort(error, record, input, arguments) from None
-    totals = training.verify(training.all_reduce(message, record), record)
-    if record.direction == "recomputation":
-        totals[-1:].neg_()
-    return totals
+    return training.all_reduce(message, record)
 
 
 def _begin(*values: Any) -> tuple[PassRecord, Arguments]:
@@ -328,6 +337,10 @@ def _(grad_output: Tensor, input: Tensor, *values: Any) -> tuple[Tensor, Tensor,
     layer = identity_from(identity)
     record = training.named_record(group_name, layer, "backward")
     failures.check_before(record)
+    if passes.library is not None and mask is None:
+        sums = passes.library.sum_gradients(grad_output, input, *operands, record)
+        if sums is not None:
+            return training.verify(sums[0], record), *sums[1:]
     try:
         if not (input.is_contiguous() and grad_output.is_contiguous()):
             input = tensors.as_dense(input)

@@ -17,7 +17,7 @@ PACKAGE = Path(syncbn.__file__).parent
 
 
 def test_libraries_are_abi_stable_from_torch_2_11():
-    libraries = sorted(PACKAGE.glob("*.so"))
+    libraries = sorted({*PACKAGE.glob("*.so")} - {*PACKAGE.glob("_pass_torch_*.so")})
     assert libraries
     audit = Path(sys.executable).parent / "torch-abi-audit"
     for library in libraries:
@@ -155,6 +155,27 @@ def test_library_without_torchs_libstdcxx_is_not_built(tmp_path):
     last_line = result.stderr.splitlines()[-1]
     assert "needs the C++ library of torch, libstdc++.so" in last_line
     assert not [*tmp_path.rglob("*.so")]
+
+
+# Does the same, but fails on the training pass in C++. The libraries name the library of torch.
+COMPILER_OF_OPERATORS = """#!/bin/sh
+case "$*" in *csrc/pass*) exit 1;; esac
+while [ $# -gt 1 ]; do
+    if [ "$1" = -o ]; then echo libstdc++.so > "$2"; fi
+    shift
+done
+"""
+
+
+@pytest.mark.any_torch
+def test_a_training_pass_that_does_not_compile_is_left_out(tmp_path):
+    compiler = tmp_path / "g++"
+    compiler.write_text(COMPILER_OF_OPERATORS)
+    compiler.chmod(0o755)
+    result = build(tmp_path, CXX=str(compiler), TORCH_DONT_CHECK_COMPILER_ABI="1")
+    assert result.returncode == 0, result.stderr
+    assert "syncbn: Python makes the training passes: syncbn._pass_torch_" in result.stderr
+    assert [path.name.partition(".")[0] for path in tmp_path.rglob("*.so")] == ["_C"]
 
 
 @pytest.mark.any_torch

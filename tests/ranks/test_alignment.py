@@ -71,7 +71,7 @@ def stop_at_different_passes(rank, world_size, others):
     state = group_state(group)
     started = []
     for size in (10, 12, 14)[:rank]:
-        state.store.num_passes += 1
+        state.num_passes += 1
         state.sizes_sent.append(size)
         message = torch.ones(size, dtype=torch.float64)
         started.append(dist.all_reduce(message, async_op=True))

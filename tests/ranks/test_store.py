@@ -19,7 +19,7 @@ from syncbn.distributed import negotiation
 from syncbn.distributed import state as states
 from syncbn.distributed.layer_id import Identity
 from syncbn.distributed.state import group_state
-from syncbn.distributed.store import GroupStore, PassReport, text_of
+from syncbn.distributed.store import PassReport, text_of
 
 CPU = torch.device("cpu")
 
@@ -85,7 +85,7 @@ def compare_in_the_store(rank, world_size):
     found = []
     for size in (10, 18, 34 + 2 * rank):
         record = state.record(Identity(""), "forward")
-        state.store.num_passes, state.size = state.store.num_passes + 1, size
+        state.num_passes, state.size = state.num_passes + 1, size
         found.append(negotiation._compare(state, record, CPU))
         dist.all_reduce(torch.ones(1))
     return found
@@ -179,9 +179,10 @@ class UnreadableError(Exception):
     ids=["plain", "surrogate", "unreadable"],
 )
 def test_text_of_every_error_survives_the_store(error, text):
-    store = GroupStore(Group(dist.HashStore()), keeps_keys=False)
-    store.write_abort(PassReport(0, 0, 1, text_of(error)))
-    assert store.read_abort() == (0, 0, 1, text)
+    group = Group(dist.HashStore())
+    state = group_state(group)
+    state.store.write_abort(PassReport(0, 0, 1, text_of(error)))
+    assert state.store.read_abort() == (0, 0, 1, text)
 
 
 def raise_unencodable(rank, world_size):

@@ -1,0 +1,94 @@
+#include "group.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/python_variable.h>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "python.h"
+
+namespace syncbn::pass {
+namespace {
+
+// Python asks the devices once in a while whether they stand still.
+constexpr auto kBetweenQuestions = std::chrono::seconds(1);
+
+// The size of a message of C channels.
+int64_t size_of(int64_t channels) { return 2 * channels + 4; }
+
+// Reads the devices' notes of failed passes. Returns false if Python has to look at them; else
+// `status` is the note of the device.
+bool read_notes(Group& state, const at::Tensor& input, std::optional<at::Tensor>& status) {
+  if (state.notes.empty() && !input.is_cuda()) {
+    return true;
+  }
+  const auto now = std::chrono::steady_clock::now();
+  if (now - state.asked > kBetweenQuestions) {
+    state.asked = now;
+    return false;
+  }
+  for (const auto& [device, note] : state.notes) {
+    const at::Tensor& on_host = THPVariable_Unpack(note.ptr());
+    if (*static_cast<const volatile double*>(on_host.const_data_ptr()) != 0) {
+      return false;
+    }
+    if (input.is_cuda() && device.cast<int64_t>() == input.get_device()) {
+      status = on_host;
+    }
+  }
+  return !input.is_cuda() || status.has_value();
+}
+
+}  // namespace
+
+std::optional<Step> begin(const py::object& state_object, const py::object& record_object,
+                          const at::Tensor& input) {
+  auto& state = state_object.cast<Group&>();
+  auto record = record_object.cast<std::shared_ptr<Record>>();
+  std::optional<at::Tensor> status;
+  if (state.is_misaligned || !record->kept_tail ||
+      !state.last->is_followed_by(size_of(input.size(1))) || is_all_reduce_replaced() ||
+      (record->is_forward() && is_ddp_joining()) || !read_notes(state, input, status)) {
+    return std::nullopt;
+  }
+  const py::object group = names().get_group.call(state_object);
+  if (!py::isinstance<c10d::ProcessGroup>(group) || (input.is_cuda() && state.waits_for_cuda)) {
+    return std::nullopt;
+  }
+  // By Python, where a class may have its own size().
+  const auto num_summed = state.adds_up ? names().size.call(group).cast<int64_t>() : 1;
+  const double tail_sum = record->fingerprint * static_cast<double>(num_summed);
+  return Step{state, record, group, num_summed, status, tail_sum};
+}
+
+at::Tensor all_reduce(const Step& step, at::Tensor message, const py::object& record) {
+  static const c10d::AllreduceOptions sum;
+  Group& state = step.state;
+  state.num_passes += 1;
+  state.size = message.numel();
+  names().append.call(state.sizes_sent, py::int_(state.size));
+  const bool is_same_half = step.record->is_forward() == state.last->is_forward();
+  state.num_in_row = is_same_half ? state.num_in_row + 1 : 1;
+  state.last = step.record;
+  state.next_size_sent = step.record->next_size;
+  state.totals.reset();
+  state.num_summed = step.num_summed;
+  const auto group = step.group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+  try {
+    const py::gil_scoped_release no_gil;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    std::vector<at::Tensor> messages{message};
+    const auto work = group->allreduce(messages, sum);
+    if (work) {  // a group written in Python may return None
+      work->wait();
+    }
+  } catch (const std::exception&) {
+    throw_in_collective(std::current_exception(), record, message);
+  }
+  if (!message.is_cuda() || !is_in_cuda_graph(message)) {
+    state.totals = message;
+  }
+  return message;
+}
+
+}  // namespace syncbn::pass

@@ -1,0 +1,327 @@
+// The usual training pass, step by step and under the names of syncbn/training.py. Before the
+// collective a step may return nothing: then Python makes the pass, which needs more.
+//
+// The state of groups and all objects of Python are touched with the GIL, which operators and
+// collectives release.
+#include "training.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/SafePyObject.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/profiler.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include "arguments.h"
+#include "group.h"
+#include "operators.h"
+#include "python.h"
+
+namespace syncbn::pass {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Whether a mode, a transform or a trace is active, or the profiler, which gets labels.
+bool is_observed() {
+  return c10::impl::TorchDispatchModeTLS::stack_len() > 0 || torch::jit::tracer::isTracing() ||
+         c10::impl::tls_is_dispatch_key_included(
+             c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         torch::autograd::profiler::profilerEnabled();
+}
+
+// Whether the operators of csrc/cpu and csrc/cuda take the tensor.
+bool has_operators(const Tensor& tensor) {
+  return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided;
+}
+
+// The memory format of a dense tensor; nothing for other strides.
+std::optional<at::MemoryFormat> dense_format(const Tensor& tensor) {
+  if (tensor.is_contiguous()) {
+    return at::MemoryFormat::Contiguous;
+  }
+  const at::MemoryFormat format = tensor.suggest_memory_format();
+  return tensor.is_contiguous(format) ? std::optional(format) : std::nullopt;
+}
+
+// Returns the input and its arguments, if nothing about them needs Python.
+std::optional<Arguments> read_usual(const py::object& input, const py::tuple& arguments) {
+  if (!THPVariable_CheckExact(input.ptr()) || is_observed()) {
+    return std::nullopt;
+  }
+  const Tensor& tensor = THPVariable_Unpack(input.ptr());
+  if (!has_operators(tensor) || tensor.dim() < 2 || !dense_format(tensor)) {
+    return std::nullopt;
+  }
+  return Arguments::read(tensor, arguments);
+}
+
+// Calls an operator without autograd and without the GIL.
+template <typename... Operands>
+torch::jit::Stack run(const Operator& op, const Operands&... operands) {
+  const py::gil_scoped_release no_gil;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return op(operands...);
+}
+
+const c10::IValue kNone;
+
+// The sums of the statistics over the ranks.
+Tensor sum_statistics(const Arguments& a, const Step& step, const py::object& record,
+                      const py::tuple& given) {
+  torch::jit::Stack message;
+  try {
+    message = run(operators().batch_norm_stats, a.input, step.record->kept_tail, a.weight, a.bias,
+                  a.running_mean, a.running_var, a.num_batches_tracked, a.momentum, kNone, kNone);
+  } catch (const std::exception&) {
+    throw_aborted(std::current_exception(), record, a.input, given);
+  }
+  return all_reduce(step, message[0].toTensor(), record);
+}
+
+// The sums of the gradients over the ranks, grad_weight and grad_bias.
+torch::jit::Stack sum_gradients(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                                const Tensor& invstd, at::ScalarType weight_dtype,
+                                at::ScalarType bias_dtype, const Step& step,
+                                const py::object& record) {
+  torch::jit::Stack sums;
+  try {
+    sums = run(operators().batch_norm_backward_reduce, grad_output, input, mean, invstd,
+               weight_dtype, bias_dtype, step.record->kept_tail, kNone, 0, 0.0, kNone);
+  } catch (const std::exception&) {
+    throw_aborted(std::current_exception(), record, input);
+  }
+  sums[0] = all_reduce(step, sums[0].toTensor(), record);
+  return sums;
+}
+
+// The part of a node's context that is no tensor. Torch may free a node without the GIL, which
+// these objects of Python take.
+struct Kept : torch::CustomClassHolder {
+  c10::SafePyObject record;
+  c10::SafePyObject group;  // None, or a group that nobody but this graph may hold
+  double eps;
+  bool has_weight;
+  std::optional<at::ScalarType> bias_dtype;
+
+  Kept(py::object record, py::object group, const Arguments& a)
+      : record(record.release().ptr(), getPyInterpreter()),
+        group(group.release().ptr(), getPyInterpreter()),
+        eps(a.eps),
+        has_weight(a.weight.has_value()) {
+    if (a.bias) {
+      bias_dtype = a.bias->scalar_type();
+    }
+  }
+};
+
+// A backward pass: a node's context, without its node.
+struct Backward {
+  const Kept& kept;
+  variable_list saved;
+  std::exception_ptr unread;  // if the saved tensors could not be read
+  Tensor grad_output;
+  bool needs_grad_input;
+
+  variable_list run() const;
+
+ private:
+  const Tensor& input() const { return saved[0]; }
+  const Tensor& mean() const { return saved[2]; }
+  const Tensor& invstd() const { return saved[3]; }
+  const Tensor& count() const { return saved[4]; }
+  OptionalTensor weight() const {
+    return kept.has_weight ? OptionalTensor(saved[1]) : std::nullopt;
+  }
+  bool is_usual() const;
+  variable_list run_in_python() const;
+  std::optional<variable_list> run_usual() const;
+};
+
+}  // namespace
+
+// The node's name is of this struct.
+struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
+  static Tensor forward(AutogradContext* context, const Tensor& input, const OptionalTensor& weight,
+                        const OptionalTensor& /*bias*/, const torch::jit::Stack& results,
+                        const c10::intrusive_ptr<Kept>& kept) {
+    context->save_for_backward({input, weight.value_or(Tensor()), results[1].toTensor(),
+                                results[2].toTensor(), results[3].toTensor()});
+    context->saved_data["kept"] = c10::IValue::make_capsule(kept);
+    return results[0].toTensor();
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& gradients) {
+    const auto kept =
+        c10::static_intrusive_pointer_cast<Kept>(context->saved_data["kept"].toCapsule());
+    Backward backward{*kept, {}, nullptr, gradients[0], context->needs_input_grad(0)};
+    try {
+      backward.saved = context->get_saved_variables();
+    } catch (const std::exception&) {  // they were changed in place, or a hook failed
+      backward.unread = std::current_exception();
+    }
+    variable_list results = backward.run();
+    results.resize(5);
+    return results;
+  }
+};
+
+namespace {
+
+// The operator's results: output, mean, invstd, count. Nothing if Python has to make the pass.
+std::optional<torch::jit::Stack> normalize(const Arguments& a, const py::object& record,
+                                           const py::object& state, const py::tuple& given) {
+  torch::jit::Stack results;
+  if (state.is_none()) {
+    try {
+      results =
+          run(operators().batch_norm_forward, a.input, a.weight, a.bias, a.running_mean,
+              a.running_var, a.num_batches_tracked, a.momentum, a.eps, kNone, 0, 0.0, kNone, kNone);
+    } catch (const std::exception&) {
+      throw_aborted(std::current_exception(), record, a.input, given);
+    }
+  } else {
+    const auto step = begin(state, record, a.input);
+    if (!step) {
+      return std::nullopt;
+    }
+    const Tensor totals = sum_statistics(a, *step, record, given);
+    try {
+      results = run(operators().batch_norm_apply, a.input, totals, a.weight, a.bias, a.running_mean,
+                    a.running_var, a.num_batches_tracked, a.momentum, a.eps, step->tail_sum,
+                    step->status, kNone, 0, 0.0, kNone, kNone);
+    } catch (const std::exception&) {
+      throw_in_operator(std::current_exception(), record, a.input, given);
+    }
+  }
+  for (const OptionalTensor* written : {&a.running_mean, &a.running_var, &a.num_batches_tracked}) {
+    if (written->has_value() && !(*written)->is_inference()) {
+      (*written)->unsafeGetTensorImpl()->bump_version();
+    }
+  }
+  return results;
+}
+
+bool Backward::is_usual() const {
+  return !unread && needs_grad_input && !at::GradMode::is_enabled() && !is_observed() &&
+         has_operators(grad_output) && dense_format(input());
+}
+
+variable_list Backward::run() const {
+  const py::gil_scoped_acquire gil;
+  if (is_usual()) {
+    if (auto gradients = run_usual()) {
+      return *gradients;
+    }
+  }
+  return run_in_python();
+}
+
+variable_list Backward::run_in_python() const {
+  return run_backward(saved, unread, grad_output, to_object(kept.record), kept.eps, kept.bias_dtype,
+                      needs_grad_input);
+}
+
+std::optional<variable_list> Backward::run_usual() const {
+  const py::object forward_record = to_object(kept.record);
+  const py::object state = names().state.of(forward_record);
+  const Tensor dy = grad_output.contiguous(*dense_format(input()));
+  const at::ScalarType weight_dtype = kept.has_weight ? saved[1].scalar_type() : at::kDouble;
+  const at::ScalarType bias_dtype = kept.bias_dtype.value_or(at::kDouble);
+  torch::jit::Stack sums, results;
+  if (state.is_none()) {
+    try {
+      results = pass::run(operators().batch_norm_backward, dy, input(), mean(), invstd(), weight(),
+                          count(), weight_dtype, bias_dtype, kNone, 0, 0.0, kNone);
+    } catch (const std::exception&) {
+      throw_aborted(std::current_exception(), forward_record, input());
+    }
+    sums = results;
+  } else {
+    const py::object record =
+        names().record.call(state, names().layer.of(forward_record), names().backward.object());
+    const auto step = begin(state, record, input());
+    if (!step) {
+      return std::nullopt;
+    }
+    sums = sum_gradients(dy, input(), mean(), invstd(), weight_dtype, bias_dtype, *step, record);
+    const Tensor totals = sums[0].toTensor();
+    try {
+      results =
+          pass::run(operators().batch_norm_backward_apply, dy, input(), mean(), invstd(), weight(),
+                    totals, count(), step->tail_sum, step->status, kNone, 0, 0.0, kNone);
+    } catch (const std::exception&) {
+      throw_in_operator(std::current_exception(), record, input());
+    }
+  }
+  return variable_list{results[0].toTensor(), kept.has_weight ? sums[1].toTensor() : Tensor(),
+                       kept.bias_dtype ? sums[2].toTensor() : Tensor()};
+}
+
+}  // namespace
+
+py::object train(const py::object& input, const py::tuple& given, const py::object& record) {
+  const auto arguments = read_usual(input, given);
+  if (!arguments || !record.cast<const Record&>().is_forward()) {
+    return py::none();
+  }
+  const Arguments& a = *arguments;
+  using torch::autograd::isFwGradDefined;
+  if (isFwGradDefined(a.input) || isFwGradDefined(a.weight) || isFwGradDefined(a.bias)) {
+    return py::none();  // Python refuses it
+  }
+  if (is_compiled_autograd_enabled()) {
+    return py::none();
+  }
+  const py::object state = names().state.of(record);
+  const auto results = normalize(a, record, state, given);
+  if (!results) {
+    return py::none();
+  }
+  if (!torch::autograd::compute_requires_grad(a.input, a.weight, a.bias)) {
+    return py::cast((*results)[0].toTensor());
+  }
+  // This graph holds its group, unless torch.distributed holds it and may destroy it.
+  const bool holds_group =
+      !state.is_none() && names().is_registered.of(state).is(py::handle(Py_False));
+  const auto kept = c10::make_intrusive<Kept>(
+      record, holds_group ? names().group.of(state) : py::object(py::none()), a);
+  return py::cast(SyncBatchNormFunction::apply(a.input, a.weight, a.bias, *results, kept));
+}
+
+py::object sum_statistics(const py::object& input, const py::tuple& given,
+                          const py::object& record) {
+  const auto arguments = read_usual(input, given);
+  const py::object state = names().state.of(record);
+  if (!arguments || state.is_none() || !record.cast<const Record&>().is_forward()) {
+    return py::none();
+  }
+  const auto step = begin(state, record, arguments->input);
+  return step ? py::cast(sum_statistics(*arguments, *step, record, given)) : py::object(py::none());
+}
+
+py::object sum_gradients(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
+                         const Tensor& invstd, at::ScalarType weight_dtype,
+                         at::ScalarType bias_dtype, const py::object& record) {
+  const py::object state = names().state.of(record);
+  const auto format = dense_format(input);
+  if (state.is_none() || is_observed() || !has_operators(grad_output) || !has_operators(input) ||
+      !format) {
+    return py::none();
+  }
+  const auto step = begin(state, record, input);
+  if (!step) {
+    return py::none();
+  }
+  const auto sums = sum_gradients(grad_output.contiguous(*format), input, mean, invstd,
+                                  weight_dtype, bias_dtype, *step, record);
+  return py::make_tuple(sums[0].toTensor(), sums[1].toTensor(), sums[2].toTensor());
+}
+
+}  // namespace syncbn::pass

@@ -1,0 +1,137 @@
+"""The training pass in C++ and in Python, in a group: who makes a pass, and the same bits."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from syncbn import SyncBatchNorm, training
+from syncbn.distributed import passes
+from syncbn.distributed.state import group_state
+
+pytestmark = pytest.mark.skipif(
+    passes.library is None, reason=f"Python makes the passes: {passes.library_missing}"
+)
+
+
+def is_made_in_cpp(output):
+    return "CppNode" in output.grad_fn.name()
+
+
+def train(rank, layers, steps):
+    """Return all that the steps compute, and whether C++ has made the passes of each step."""
+    generator = torch.Generator().manual_seed(rank)
+    computed, made = [], []
+    for _ in range(steps):
+        x = torch.randn(3 + rank, 4, 5, 2, generator=generator, requires_grad=True)
+        outputs = [layers[0](x)]
+        for layer in layers[1:]:
+            outputs.append(layer(outputs[-1]))
+        outputs[-1].pow(3).sum().backward()
+        made.append([is_made_in_cpp(output) for output in outputs])
+        computed += [outputs[-1].detach(), x.grad]
+    for layer in layers:
+        computed += [*layer.buffers(), *(parameter.grad for parameter in layer.parameters())]
+    return computed, made
+
+
+def compare(rank, world_size):
+    computed, made = train(rank, [SyncBatchNorm(4), SyncBatchNorm(4)], 4)
+    with mock.patch.object(training, "library", None):
+        expected, others = train(rank, [SyncBatchNorm(4), SyncBatchNorm(4)], 4)
+    for a, b in zip(computed, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    return made, others
+
+
+def test_same_bits_from_the_third_step_on(two_ranks):
+    """In the steps before the ranks agree on the sizes of their messages, in Python."""
+    for made, others in two_ranks.run(compare):
+        assert made[0] == [False, False] and made[2:] == [[True, True]] * 2
+        assert others == [[False, False]] * 4
+
+
+def alternate(rank, world_size):
+    """Passes of both kinds, one after the other, share the state of the group."""
+    layer, state = SyncBatchNorm(4), group_state(dist.group.WORLD)
+    before, made = state.num_passes, []
+    for number in range(8):
+        library = None if number % 2 else passes.library
+        with mock.patch.object(training, "library", library):
+            output = layer(torch.randn(4, 4, requires_grad=True))
+            output.sum().backward()
+        made.append(is_made_in_cpp(output))
+    return made[4:], state.num_passes - before, [*state.sizes_sent][-16:], state.last.direction
+
+
+def test_both_kinds_share_the_state_of_the_group(two_ranks):
+    for made, num_passes, sizes, direction in two_ranks.run(alternate):
+        assert made == [True, False] * 2
+        assert num_passes == 16 and sizes == [12] * 16
+        assert direction == "backward"
+
+
+def fail_in_cpp(rank, world_size):
+    layer = SyncBatchNorm(4)
+    for _ in range(2):
+        layer(torch.randn(4, 4, requires_grad=True)).sum().backward()
+    if rank == 1:
+        layer.weight.data = torch.ones(5)
+    layer(torch.randn(4, 4))
+
+
+def test_an_error_of_an_operator_names_the_layer_and_fails_the_others(two_ranks):
+    other, failed = two_ranks.outcomes(fail_in_cpp)
+    assert failed.kind == "ValueError" and failed.message.endswith("[rank 1 of 2]"), failed.message
+    assert other.kind == "RuntimeError" and "rank 1" in other.message
+
+
+def replace_all_reduce(rank, world_size):
+    layer = SyncBatchNorm(4)
+    for _ in range(2):
+        layer(torch.randn(4, 4))
+    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as replaced:
+        output = layer(torch.randn(4, 4))
+    return replaced.call_count, is_made_in_cpp(output)
+
+
+def test_a_program_that_replaces_all_reduce_is_called(two_ranks):
+    assert two_ranks.run(replace_all_reduce) == [(1, False)] * 2
+
+
+class Recorded:
+    """The library, and whether it has made the sums that graphs have asked it for."""
+
+    def __init__(self, library):
+        self.library, self.made = library, []
+
+    def __getattr__(self, name):
+        def call(*operands):
+            result = getattr(self.library, name)(*operands)
+            self.made.append((name, result is not None))
+            return result
+
+        return call
+
+
+def train_compiled(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), SyncBatchNorm(4)).double()
+    compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
+    for _ in range(4):
+        x = torch.randn(4 + rank, 3, dtype=torch.float64)
+        with mock.patch.object(passes, "library", Recorded(passes.library)) as recorded:
+            compiled(x).pow(3).sum().backward()
+        model(x).pow(3).sum().backward()
+    for a, b in zip(compiled.parameters(), model.parameters(), strict=True):
+        # Other expressions of the same formulas, of a few values of float64.
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+    return recorded.made
+
+
+def test_graphs_get_their_sums_from_cpp(two_ranks):
+    made = [("sum_statistics", True), ("sum_gradients", True)]
+    assert two_ranks.run(train_compiled) == [made] * 2
