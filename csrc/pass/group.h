@@ -60,7 +60,7 @@ struct Group {
   py::object sizes_sent;
   py::dict notes;
   // When a pass last asked in Python whether a device stands still.
-  std::chrono::steady_clock::time_point asked{};
+  std::chrono::steady_clock::time_point asked;
 
   Group(bool adds_up, bool waits_for_cuda, int64_t num_ranks, py::object sizes_sent)
       : adds_up(adds_up),

@@ -70,7 +70,7 @@ torch::jit::Stack run(const Operator& op, const Operands&... operands) {
   return op(operands...);
 }
 
-const c10::IValue kNone;
+constexpr auto kNone = std::nullopt;
 
 // The sums of the statistics over the ranks.
 Tensor sum_statistics(const Arguments& a, const Step& step, const py::object& record,
@@ -144,9 +144,6 @@ struct Backward {
   std::optional<variable_list> run_usual() const;
 };
 
-}  // namespace
-
-// The node's name is of this struct.
 struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
   static Tensor forward(AutogradContext* context, const Tensor& input, const OptionalTensor& weight,
                         const OptionalTensor& /*bias*/, const torch::jit::Stack& results,
@@ -171,8 +168,6 @@ struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> 
     return results;
   }
 };
-
-namespace {
 
 // The operator's results: output, mean, invstd, count. Nothing if Python has to make the pass.
 std::optional<torch::jit::Stack> normalize(const Arguments& a, const py::object& record,
@@ -210,7 +205,7 @@ std::optional<torch::jit::Stack> normalize(const Arguments& a, const py::object&
 
 bool Backward::is_usual() const {
   return !unread && needs_grad_input && !at::GradMode::is_enabled() && !is_observed() &&
-         has_operators(grad_output) && dense_format(input());
+         has_operators(grad_output);
 }
 
 variable_list Backward::run() const {
@@ -231,7 +226,11 @@ variable_list Backward::run_in_python() const {
 std::optional<variable_list> Backward::run_usual() const {
   const py::object forward_record = to_object(kept.record);
   const py::object state = names().state.of(forward_record);
-  const Tensor dy = grad_output.contiguous(*dense_format(input()));
+  const auto format = dense_format(input());
+  if (!format) {
+    return std::nullopt;
+  }
+  const Tensor dy = grad_output.contiguous(*format);
   const at::ScalarType weight_dtype = kept.has_weight ? saved[1].scalar_type() : at::kDouble;
   const at::ScalarType bias_dtype = kept.bias_dtype.value_or(at::kDouble);
   torch::jit::Stack sums, results;
