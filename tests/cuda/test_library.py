@@ -224,7 +224,9 @@ def test_build_is_for_this_machines_gpus(tmp_path, here, built_for):
         "torch.cuda.device_count = lambda: len(here)\n"
         "torch.cuda.get_device_capability = lambda device: here[device]\n"
         "import setuptools\n"
-        "setuptools.setup = lambda ext_modules, **_: print(ext_modules[-1].extra_compile_args)"
+        "setuptools.setup = (\n"
+        "    lambda ext_modules, **_: print([each.extra_compile_args for each in ext_modules])\n"
+        ")"
     )
     result = configure(tmp_path, "1", version, prepare)
     assert result.returncode == 0, result.stderr
