@@ -19,7 +19,12 @@ struct Modules {
 };
 
 const Modules& modules() {
-  static const auto* const all = new Modules();
+  // Not guarded as a static object is: an import may wait for the GIL, whose holder would wait for
+  // the guard.
+  static const Modules* all = nullptr;
+  if (all == nullptr) {
+    all = new Modules();
+  }
   return *all;
 }
 

@@ -36,9 +36,10 @@ bool is_observed() {
          torch::autograd::profiler::profilerEnabled();
 }
 
-// Whether the operators of csrc/cpu and csrc/cuda take the tensor.
+// Whether the operators of csrc/cpu and csrc/cuda take the tensor, which is of no subclass.
 bool has_operators(const Tensor& tensor) {
-  return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided;
+  return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided &&
+         !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
 // The memory format of a dense tensor; nothing for other strides.
@@ -205,7 +206,7 @@ std::optional<torch::jit::Stack> normalize(const Arguments& a, const py::object&
 
 bool Backward::is_usual() const {
   return !unread && needs_grad_input && !at::GradMode::is_enabled() && !is_observed() &&
-         has_operators(grad_output);
+         has_operators(grad_output) && has_operators(input());
 }
 
 variable_list Backward::run() const {
