@@ -34,7 +34,6 @@ struct Operators {
   Operator batch_norm_backward_apply{"syncbn::batch_norm_backward_apply"};
   Operator batch_norm_forward{"syncbn::batch_norm_forward"};
   Operator batch_norm_backward{"syncbn::batch_norm_backward"};
-  Operator verify_sums{"syncbn::verify_sums"};
 };
 
 inline const Operators& operators() {

@@ -17,6 +17,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
+#include <memory>
+
 #include "arguments.h"
 #include "group.h"
 #include "operators.h"
@@ -104,7 +106,7 @@ torch::jit::Stack sum_gradients(const Tensor& grad_output, const Tensor& input, 
 
 // The part of a node's context that is no tensor. Torch may free a node without the GIL, which
 // these objects of Python take.
-struct Kept : torch::CustomClassHolder {
+struct Kept {
   c10::SafePyObject record;
   c10::SafePyObject group;  // None, or a group that nobody but this graph may hold
   double eps;
@@ -119,6 +121,16 @@ struct Kept : torch::CustomClassHolder {
     if (a.bias) {
       bias_dtype = a.bias->scalar_type();
     }
+  }
+
+  // Torch's compiler of backward passes takes tensors and numbers of a context, and no other
+  // object: so this is the memory of a tensor, which deletes it.
+  static Tensor in_tensor(std::unique_ptr<Kept> kept) {
+    const auto deleter = [](void* memory) { delete static_cast<Kept*>(memory); };
+    return at::from_blob(kept.release(), {sizeof(Kept)}, deleter, at::kByte);
+  }
+  static const Kept& of(const Tensor& tensor) {
+    return *static_cast<const Kept*>(tensor.const_data_ptr());
   }
 };
 
@@ -148,17 +160,16 @@ struct Backward {
 struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
   static Tensor forward(AutogradContext* context, const Tensor& input, const OptionalTensor& weight,
                         const OptionalTensor& /*bias*/, const torch::jit::Stack& results,
-                        const c10::intrusive_ptr<Kept>& kept) {
+                        std::unique_ptr<Kept>& kept) {
     context->save_for_backward({input, weight.value_or(Tensor()), results[1].toTensor(),
                                 results[2].toTensor(), results[3].toTensor()});
-    context->saved_data["kept"] = c10::IValue::make_capsule(kept);
+    context->saved_data["kept"] = Kept::in_tensor(std::move(kept));
     return results[0].toTensor();
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
-    const auto kept =
-        c10::static_intrusive_pointer_cast<Kept>(context->saved_data["kept"].toCapsule());
-    Backward backward{*kept, {}, nullptr, gradients[0], context->needs_input_grad(0)};
+    const Tensor kept = context->saved_data["kept"].toTensor();
+    Backward backward{Kept::of(kept), {}, nullptr, gradients[0], context->needs_input_grad(0)};
     try {
       backward.saved = context->get_saved_variables();
     } catch (const std::exception&) {  // they were changed in place, or a hook failed
@@ -290,7 +301,7 @@ py::object train(const py::object& input, const py::tuple& given, const py::obje
   // This graph holds its group, unless torch.distributed holds it and may destroy it.
   const bool holds_group =
       !state.is_none() && names().is_registered.of(state).is(py::handle(Py_False));
-  const auto kept = c10::make_intrusive<Kept>(
+  auto kept = std::make_unique<Kept>(
       record, holds_group ? names().group.of(state) : py::object(py::none()), a);
   return py::cast(SyncBatchNormFunction::apply(a.input, a.weight, a.bias, *results, kept));
 }

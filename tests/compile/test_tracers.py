@@ -166,20 +166,26 @@ def test_in_a_group(compiling_ranks, trace):
 
 # Dynamo reads gradients of tensors that are no leaves: torch warns of it.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_compiled_autograd():
-    """It traces the backward pass of an eager layer."""
+@pytest.mark.parametrize("begin", ["before the forward pass", "before the backward pass"])
+def test_compiled_autograd(begin):
+    """It traces the backward pass of an eager layer, or breaks its graph around one of C++."""
     from torch._dynamo import compiled_autograd
 
     torch._dynamo.reset()
     eager = build()
     traced = copy.deepcopy(eager)
     x = batch(0)
+    is_traced = begin == "before the forward pass"
 
     def compile(graph):
-        return torch.compile(graph, backend="aot_eager", fullgraph=True)
+        return torch.compile(graph, backend="aot_eager", fullgraph=is_traced)
 
+    if not is_traced:
+        output = traced(x)
     with compiled_autograd._enable(compile):
-        traced(x).pow(3).sum().backward()
+        if is_traced:
+            output = traced(x)
+        output.pow(3).sum().backward()
     eager(x).pow(3).sum().backward()
     for actual, expected in zip(traced.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-12, atol=1e-12)
