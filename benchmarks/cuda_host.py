@@ -3,8 +3,8 @@
 Only the layers run, on inputs so small that a GPU waits for its host; the clock stops before the
 host waits for the device. Times are microseconds per layer, as medians and quartiles of interleaved
 rounds: CPU time of all the process's threads, and wall time. Counts are per layer. Each prefix of a
-pass has one step more than the last: the differences are the steps' times. The parts show the cost
-of CUDA itself, which differs on the stand-in of tests/standin. On the stand-in set
+pass in Python has one step more than the last: the differences are the steps' times. The parts show
+the cost of CUDA itself, which differs on the stand-in of tests/standin. On the stand-in set
 STANDIN_KERNELS=skip STANDIN_STREAMS=late STANDIN_DELAY_MS=20000.
 """
 
@@ -36,6 +36,7 @@ from syncbn.ops.arguments import Arguments
 CHANNELS = [channels for layers, channels, _ in RESNET50 for _ in range(layers)]
 KINDS: dict[str, Callable[..., nn.Module]] = {
     "syncbn": syncbn.SyncBatchNorm,
+    "syncbn, passes in Python": syncbn.SyncBatchNorm,
     "torch": nn.SyncBatchNorm,
     "torch without waits": nn.SyncBatchNorm,
     "unsynchronized": nn.BatchNorm2d,
@@ -59,9 +60,14 @@ def step_calls(kind: str, layers: int, compiler: str) -> dict[Key, Call]:
     inputs = [torch.randn(shape, device="cuda").requires_grad_() for shape in shapes]
     leaves, grads = [*inputs, *net.parameters()], [torch.ones_like(x) for x in inputs]
     outputs: list[Tensor] = []
-    # In a capture torch's layer skips its waits.
-    as_captured = mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: True)
-    context: Any = as_captured if kind == "torch without waits" else contextlib.nullcontext()
+    contexts: dict[str, Any] = {
+        "syncbn, passes in Python": mock.patch.object(training, "library", None),
+        # In a capture torch's layer skips its waits.
+        "torch without waits": mock.patch.object(
+            torch.cuda, "is_current_stream_capturing", lambda: True
+        ),
+    }
+    context = contexts.get(kind, contextlib.nullcontext())
 
     def forward() -> None:
         with context:
@@ -74,7 +80,7 @@ def step_calls(kind: str, layers: int, compiler: str) -> dict[Key, Call]:
 
 
 class PassPrefixes:
-    """Prefixes of a layer's passes, each up to one step."""
+    """Prefixes of a layer's passes in Python, each up to one step."""
 
     def __init__(self, channels: int) -> None:
         self.layer = syncbn.SyncBatchNorm(channels).cuda()
@@ -101,7 +107,8 @@ class PassPrefixes:
 
     def trained(self) -> object:
         """Run a whole forward pass without a gradient."""
-        return training.train(self.x, self.arguments, self.record)
+        with mock.patch.object(training, "library", None):
+            return training.train(self.x, self.arguments, self.record)
 
     def reduced(self) -> Tensor:
         """Compute the message of a backward pass."""
@@ -202,12 +209,12 @@ def run_rank(rank: int, store: str, layers: int, rounds: int, compiler: str) -> 
 
 def table(samples: Any, counts: Any, layers: int) -> Iterator[str]:
     """Yield the lines of the table."""
-    yield f"{'':32}{'process':28}wall"
+    yield f"{'':36}{'process':28}wall"
     for key, times in samples.items():
         spreads = [spread([1e6 * s / layers for s in c]) for c in zip(*times, strict=True)]
         cells = (f"{s.median:.1f} ({s.q1:.1f} to {s.q3:.1f})" for s in spreads)
         found = (f"{number / layers:g} {what}" for what, number in counts.get(key, {}).items())
-        yield "{:22}{:10}{:28}{:28}".format(*key, *cells) + ", ".join(found)
+        yield "{:26}{:10}{:28}{:28}".format(*key, *cells) + ", ".join(found)
 
 
 if __name__ == "__main__":
