@@ -161,11 +161,7 @@ class SyncBatchNormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of input, weight, bias and residual."""
-        record, state = ctx.record, ctx.record.state
-        if state is not None:
-            if state.get_group() is None:
-                raise errors.with_layer_and_rank(state.destroyed(), record.layer, None)
-            record = state.record(record.layer, "backward")
+        record = _backward_record(ctx.record)
         with _compat.without_torch_function():  # saved tensors may be of subclasses
             return *backward(ctx, grad_output, record), None, None, None
 
@@ -221,6 +217,16 @@ def normalize(
     if written:  # autograd refuses the backward pass of an evaluation before, which needs them
         increment_version(written)
     return results
+
+
+def _backward_record(record: PassRecord) -> PassRecord:
+    """Return the record of the backward pass that follows; ValueError for a destroyed group."""
+    state = record.state
+    if state is None:
+        return record
+    if state.get_group() is None:
+        raise errors.with_layer_and_rank(state.destroyed(), record.layer, None)
+    return state.record(record.layer, "backward")
 
 
 def backward(ctx: Any, grad_output: Tensor, record: PassRecord) -> Gradients:
@@ -303,37 +309,29 @@ def backward(ctx: Any, grad_output: Tensor, record: PassRecord) -> Gradients:
 class _LibraryContext(NamedTuple):
     """The context of a node of csrc/pass, as that of :class:`SyncBatchNormFunction`."""
 
-    saved: list[Tensor | None] | Exception
+    saved_tensors: list[Tensor | None]
     record: PassRecord
     eps: float
     bias_dtype: torch.dtype | None
     needs_input_grad: tuple[bool]
-    activation: None = None
-    negative_slope: float = 0.01
-    has_residual: bool = False
+    number: int  # of the activation
+    negative_slope: float
+    has_residual: bool
 
     @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        """The tensors of the forward pass, the mask of None at their end."""
-        if isinstance(self.saved, Exception):
-            raise self.saved
-        return *self.saved, None
+    def activation(self) -> str | None:
+        """The name of the activation."""
+        return list(NUMBERS)[self.number]
 
 
-def backward_of_library(
-    saved: list[Tensor | None] | Exception,
-    grad_output: Tensor,
-    record: PassRecord,
-    eps: float,
-    bias_dtype: torch.dtype | None,
-    needs_grad_input: bool,
-) -> tuple[Tensor | None, ...]:
-    """Make the backward pass of a node of csrc/pass, if the node does not make it.
+def backward_of_library(context: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    """Make the backward pass of a node of csrc/pass, if the node does not make it."""
+    return SyncBatchNormFunction.backward(_LibraryContext(*context), grad_output)
 
-    ``saved`` is the exception if the saved tensors could not be read.
-    """
-    ctx = _LibraryContext(saved, record, eps, bias_dtype, (needs_grad_input,))
-    return SyncBatchNormFunction.backward(ctx, grad_output)
+
+def unread_by_library(error: Exception, record: PassRecord, grad_output: Tensor) -> Exception:
+    """Return the error of a node of csrc/pass that could not read its saved tensors."""
+    return failures.abort_unread(error, _backward_record(record), grad_output)
 
 
 # The sums over the ranks.

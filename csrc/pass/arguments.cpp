@@ -7,6 +7,9 @@
 namespace syncbn::pass {
 namespace {
 
+constexpr int64_t kRelu = 1;
+constexpr int64_t kLeakyRelu = 2;
+
 // The places of the fields.
 enum { kMomentum = 5, kEps, kNumFeatures, kActivation, kSlope, kDims, kResidual, kMask };
 
@@ -28,21 +31,39 @@ bool read_number(PyObject* object, double& number) {
   return std::isfinite(number);
 }
 
-bool is_none_or(PyObject* object, int64_t number) {
-  return object == Py_None || (PyLong_CheckExact(object) && PyLong_AsLongLong(object) == number);
+// Reads an activation whose derivative follows from the sign of the output; returns false for
+// others.
+bool read_activation(PyObject* name, int64_t& number) {
+  if (name == Py_None) {
+    return true;
+  }
+  if (!PyUnicode_CheckExact(name)) {
+    return false;
+  }
+  if (PyUnicode_CompareWithASCIIString(name, "relu") == 0) {
+    number = kRelu;
+  } else if (PyUnicode_CompareWithASCIIString(name, "leaky_relu") == 0) {
+    number = kLeakyRelu;
+  }
+  return number != 0;
 }
 
-// Whether a number of dimensions is among `dims`; None is any.
+bool is_none_or(PyObject* object, int64_t number) {
+  int overflow = 0;
+  return object == Py_None ||
+         (PyLong_CheckExact(object) && PyLong_AsLongLongAndOverflow(object, &overflow) == number);
+}
+
+// Whether a number of dimensions is among `dims`, a tuple or a list; None is any.
 bool is_among(int64_t number, PyObject* dims) {
   if (dims == Py_None) {
     return true;
   }
-  for (const py::handle dim : py::reinterpret_borrow<py::tuple>(dims)) {
-    if (is_none_or(dim.ptr(), number)) {
-      return true;
-    }
+  const int is_found = PySequence_Contains(dims, py::int_(number).ptr());
+  if (is_found < 0) {
+    throw py::error_already_set();
   }
-  return false;
+  return is_found == 1;
 }
 
 }  // namespace
@@ -51,13 +72,15 @@ std::optional<Arguments> Arguments::read(const Tensor& input, const py::tuple& g
   const auto at = [&](int field) { return PyTuple_GET_ITEM(given.ptr(), field); };
   Arguments a;
   a.input = input;
-  double slope = 0;
   double momentum = 0;
-  if (at(kActivation) != Py_None || at(kResidual) != Py_None || at(kMask) != Py_None ||
-      !read_number(at(kEps), a.eps) || a.eps < 0 || !read_number(at(kSlope), slope) || slope < 0 ||
+  double slope = 0;
+  if (at(kMask) != Py_None || !read_activation(at(kActivation), a.activation) ||
+      !read_tensor(at(kResidual), a.residual) || !read_number(at(kEps), a.eps) || a.eps < 0 ||
+      !read_number(at(kSlope), slope) || slope < 0 ||
       !is_none_or(at(kNumFeatures), input.size(1)) || !is_among(input.dim(), at(kDims))) {
     return std::nullopt;
   }
+  a.negative_slope = a.activation == 0 ? 0 : slope;  // the operators' default
   OptionalTensor* const vectors[kMomentum] = {&a.weight, &a.bias, &a.running_mean, &a.running_var,
                                               &a.num_batches_tracked};
   for (int i = 0; i < kMomentum; ++i) {

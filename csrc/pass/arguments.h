@@ -1,4 +1,4 @@
-// The arguments of syncbn/ops/arguments.py, for a pass without activation, residual and mask.
+// The arguments of syncbn/ops/arguments.py, for a pass without a mask.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,6 +17,9 @@ struct Arguments {
   OptionalTensor weight, bias, running_mean, running_var, num_batches_tracked;
   std::optional<double> momentum;
   double eps = 0;
+  OptionalTensor residual;
+  int64_t activation = 0;  // as in csrc/ops.cpp
+  double negative_slope = 0;
 
   // Reads a tuple of syncbn.ops.arguments.Arguments. Returns nothing if a check or a conversion of
   // Python is needed, or another operator.

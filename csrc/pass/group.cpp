@@ -1,19 +1,17 @@
 #include "group.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/python_variable.h>
-
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "python.h"
 
 namespace syncbn::pass {
 namespace {
 
-// Python asks the devices once in a while whether they stand still.
+// Python asks the devices once in a while whether they stand still: _STALL_SECONDS of
+// device_status.py.
 constexpr auto kBetweenQuestions = std::chrono::seconds(1);
 
-// The size of a message of C channels.
+// The size of a message of C channels, as size_of of state.py.
 int64_t size_of(int64_t channels) { return 2 * channels + 4; }
 
 // Reads the devices' notes of failed passes. Returns false if Python has to look at them; else
@@ -39,47 +37,57 @@ bool read_notes(Group& state, const at::Tensor& input, std::optional<at::Tensor>
   return !input.is_cuda() || status.has_value();
 }
 
+bool is_of_torch(const py::object& group) {
+  static const PyObject* const type = py::type::of<c10d::ProcessGroup>().release().ptr();
+  return reinterpret_cast<const PyObject*>(Py_TYPE(group.ptr())) == type;
+}
+
 }  // namespace
 
 std::optional<Step> begin(const py::object& state_object, const py::object& record_object,
                           const at::Tensor& input) {
+  if (state_object.is_none()) {
+    return Step{};
+  }
   auto& state = state_object.cast<Group&>();
   auto record = record_object.cast<std::shared_ptr<Record>>();
   std::optional<at::Tensor> status;
   if (state.is_misaligned || !record->kept_tail ||
       !state.last->is_followed_by(size_of(input.size(1))) || is_all_reduce_replaced() ||
-      (record->is_forward() && is_ddp_joining()) || !read_notes(state, input, status)) {
+      (record->is_forward && is_ddp_joining()) || !read_notes(state, input, status)) {
     return std::nullopt;
   }
   const py::object group = names().get_group.call(state_object);
-  if (!py::isinstance<c10d::ProcessGroup>(group) || (input.is_cuda() && state.waits_for_cuda)) {
+  // Classes of Python may have methods of their own.
+  if (!is_of_torch(group) || (input.is_cuda() && state.waits_for_cuda)) {
     return std::nullopt;
   }
-  // By Python, where a class may have its own size().
-  const auto num_summed = state.adds_up ? names().size.call(group).cast<int64_t>() : 1;
+  auto torchs = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+  const int64_t num_summed = state.adds_up ? torchs->getSize() : 1;
   const double tail_sum = record->fingerprint * static_cast<double>(num_summed);
-  return Step{state, record, group, num_summed, status, tail_sum};
+  return Step{&state, record, std::move(torchs), num_summed, status, tail_sum};
 }
 
 at::Tensor all_reduce(const Step& step, at::Tensor message, const py::object& record) {
-  static const c10d::AllreduceOptions sum;
-  Group& state = step.state;
+  if (step.state == nullptr) {
+    return message;
+  }
+  Group& state = *step.state;
   state.num_passes += 1;
   state.size = message.numel();
   names().append.call(state.sizes_sent, py::int_(state.size));
-  const bool is_same_half = step.record->is_forward() == state.last->is_forward();
+  const bool is_same_half = step.record->is_forward == state.last->is_forward;
   state.num_in_row = is_same_half ? state.num_in_row + 1 : 1;
   state.last = step.record;
   state.next_size_sent = step.record->next_size;
   state.totals.reset();
   state.num_summed = step.num_summed;
-  const auto group = step.group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
+  const c10d::AllreduceOptions& sum = sum_options();
   try {
     const py::gil_scoped_release no_gil;
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
     std::vector<at::Tensor> messages{message};
-    const auto work = group->allreduce(messages, sum);
-    if (work) {  // a group written in Python may return None
+    const auto work = step.group->allreduce(messages, sum);
+    if (work) {  // NCCL returns none in the current stream
       work->wait();
     }
   } catch (const std::exception&) {

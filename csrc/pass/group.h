@@ -11,26 +11,29 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <vector>
 
 namespace syncbn::pass {
 
 namespace py = pybind11;
 
-constexpr int64_t kSeveral = 1;
+constexpr int64_t kSeveral = 1;  // SEVERAL of passes.py
 
 // One direction of one layer.
 struct Record {
   std::string direction;
+  bool is_forward;
   double fingerprint;
   std::vector<int64_t> sizes;
   int64_t next_size = 0;
   std::optional<at::Tensor> kept_tail;
 
   Record(std::string direction, double fingerprint)
-      : direction(std::move(direction)), fingerprint(fingerprint) {}
+      : direction(std::move(direction)),
+        is_forward(this->direction == "forward"),
+        fingerprint(fingerprint) {}
 
-  bool is_forward() const { return direction == "forward"; }
   void forget_sizes() {
     sizes.clear();
     next_size = 0;
@@ -69,21 +72,24 @@ struct Group {
         sizes_sent(std::move(sizes_sent)) {}
 };
 
-// A pass in a group, of which nothing has to be agreed on or checked before its collective.
+// A pass in a group, of which nothing has to be agreed on or checked before its collective. In one
+// process all is empty.
 struct Step {
-  Group& state;
+  Group* state = nullptr;
   std::shared_ptr<Record> record;
-  py::object group;
-  int64_t num_summed;
+  c10::intrusive_ptr<c10d::ProcessGroup> group;
+  int64_t num_summed = 1;
   std::optional<at::Tensor> status;  // on CUDA
-  double tail_sum;
+  std::optional<double> tail_sum;
+
+  std::optional<at::Tensor> tail() const { return record ? record->kept_tail : std::nullopt; }
 };
 
-// Returns the pass of a record in Python's GroupState, or nothing if Python has to make it.
+// Returns the pass of a record in Python's GroupState or None, or nothing if Python has to make it.
 std::optional<Step> begin(const py::object& state, const py::object& record,
                           const at::Tensor& input);
 
-// Sums a message over the ranks, in place; returns it.
+// Sums a message over the ranks, in place; returns it. In one process, returns it.
 at::Tensor all_reduce(const Step& step, at::Tensor message, const py::object& record);
 
 }  // namespace syncbn::pass

@@ -20,7 +20,7 @@ PYBIND11_MODULE(SYNCBN_PASS_MODULE, m) {
       .def(py::init<std::string, double>())
       .def_readonly("direction", &Record::direction)
       .def_readonly("fingerprint", &Record::fingerprint)
-      .def_property_readonly("is_forward", &Record::is_forward)
+      .def_readonly("is_forward", &Record::is_forward)
       .def_readonly("sizes", &Record::sizes)
       .def_readonly("next_size", &Record::next_size)
       .def_readwrite("kept_tail", &Record::kept_tail)

@@ -23,6 +23,9 @@ class Operator {
     return stack;
   }
 
+  // Whether the operator was compiled for a device; else Python's expressions take its place.
+  bool has_kernel(c10::DispatchKey key) const { return handle_.hasKernelForDispatchKey(key); }
+
  private:
   c10::OperatorHandle handle_;
 };
@@ -31,9 +34,11 @@ struct Operators {
   Operator batch_norm_stats{"syncbn::batch_norm_stats"};
   Operator batch_norm_apply{"syncbn::batch_norm_apply"};
   Operator batch_norm_backward_reduce{"syncbn::batch_norm_backward_reduce"};
+  Operator batch_norm_backward_reduce_dz{"syncbn::batch_norm_backward_reduce_dz"};
   Operator batch_norm_backward_apply{"syncbn::batch_norm_backward_apply"};
   Operator batch_norm_forward{"syncbn::batch_norm_forward"};
   Operator batch_norm_backward{"syncbn::batch_norm_backward"};
+  bool has_cuda = batch_norm_stats.has_kernel(c10::DispatchKey::CUDA);
 };
 
 inline const Operators& operators() {

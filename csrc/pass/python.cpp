@@ -9,8 +9,9 @@ namespace {
 // Objects that live as long as the process; Python may be gone when static objects are destroyed.
 struct Modules {
   py::object distributed = py::module_::import("torch.distributed");
-  py::object torchs_all_reduce =
-      py::module_::import("syncbn.distributed.collectives").attr("TORCHS_ALL_REDUCE");
+  py::object collectives = py::module_::import("syncbn.distributed.collectives");
+  py::object torchs_all_reduce = collectives.attr("TORCHS_ALL_REDUCE");
+  c10d::AllreduceOptions sum = collectives.attr("SUM").cast<c10d::AllreduceOptions>();
   py::object data_parallel =
       py::module_::import("torch.nn.parallel").attr("DistributedDataParallel");
   py::object compat = py::module_::import("syncbn._compat");
@@ -35,22 +36,30 @@ const Modules& modules() {
   throw std::move(error);
 }
 
+// Returns the exception as an object with its traceback.
 py::object to_python(const std::exception_ptr& exception) {
   torch::translate_exception_to_python(exception);
   const py::error_already_set error;
+  if (error.trace()) {
+    PyException_SetTraceback(error.value().ptr(), error.trace().ptr());
+  }
   return error.value();
 }
 
-// Throws what a function of syncbn/distributed/failures.py makes of an exception.
+// Throws the error that a function of Python makes of an exception, and interrupts such as
+// KeyboardInterrupt as they are.
 template <typename... Operands>
-[[noreturn]] void throw_from(const char* function, const std::exception_ptr& exception,
-                             const Operands&... operands) {
+[[noreturn]] void throw_from(py::object Modules::* module, const char* function,
+                             const std::exception_ptr& exception, const Operands&... operands) {
   try {
-    const py::object error = modules().failures.attr(function)(to_python(exception), operands...);
-    if (PyObject* const cause = PyException_GetCause(error.ptr())) {
-      Py_DECREF(cause);
-    } else {
-      PyException_SetCause(error.ptr(), nullptr);  // as by "from None"
+    py::object error = to_python(exception);
+    if (PyErr_GivenExceptionMatches(error.ptr(), PyExc_Exception) != 0) {
+      error = (modules().*module).attr(function)(error, operands...);
+      if (PyObject* const cause = PyException_GetCause(error.ptr())) {
+        Py_DECREF(cause);
+      } else {
+        PyException_SetCause(error.ptr(), nullptr);  // as by "from None"
+      }
     }
     PyErr_SetObject(py::type::of(error).ptr(), error.ptr());
   } catch (py::error_already_set& failed) {
@@ -65,6 +74,8 @@ const Names& names() {
   static const Names all;
   return all;
 }
+
+const c10d::AllreduceOptions& sum_options() { return modules().sum; }
 
 bool is_all_reduce_replaced() {
   static const Name all_reduce("all_reduce");
@@ -87,20 +98,13 @@ bool is_in_cuda_graph(const at::Tensor& tensor) {
   return modules().compat.attr("is_in_cuda_graph")(tensor).cast<bool>();
 }
 
-torch::autograd::variable_list run_backward(const torch::autograd::variable_list& saved,
-                                            const std::exception_ptr& unread,
-                                            const at::Tensor& grad_output, const py::object& record,
-                                            double eps, std::optional<at::ScalarType> bias_dtype,
-                                            bool needs_grad_input) {
-  torch::autograd::variable_list gradients(3);
+torch::autograd::variable_list run_backward(const py::tuple& context,
+                                            const at::Tensor& grad_output) {
+  torch::autograd::variable_list gradients;
   try {
-    const py::object read = unread ? to_python(unread) : py::object(py::cast(saved));
-    const py::tuple results = modules().training.attr("backward_of_library")(
-        read, grad_output, record, eps, bias_dtype, needs_grad_input);
-    for (int i = 0; i < 3; ++i) {
-      if (!results[i].is_none()) {
-        gradients[i] = results[i].cast<at::Tensor>();
-      }
+    const py::tuple results = modules().training.attr("backward_of_library")(context, grad_output);
+    for (const py::handle result : results) {
+      gradients.push_back(result.is_none() ? at::Tensor() : result.cast<at::Tensor>());
     }
   } catch (py::error_already_set& error) {
     error.restore();
@@ -109,19 +113,24 @@ torch::autograd::variable_list run_backward(const torch::autograd::variable_list
   return gradients;
 }
 
+void throw_unread(const std::exception_ptr& exception, const py::object& record,
+                  const at::Tensor& grad_output) {
+  throw_from(&Modules::training, "unread_by_library", exception, record, grad_output);
+}
+
 void throw_aborted(const std::exception_ptr& exception, const py::object& record,
                    const at::Tensor& input, const py::object& arguments) {
-  throw_from("abort", exception, record, input, arguments);
+  throw_from(&Modules::failures, "abort", exception, record, input, arguments);
 }
 
 void throw_in_collective(const std::exception_ptr& exception, const py::object& record,
                          const at::Tensor& message) {
-  throw_from("in_collective", exception, record, message);
+  throw_from(&Modules::failures, "in_collective", exception, record, message);
 }
 
 void throw_in_operator(const std::exception_ptr& exception, const py::object& record,
                        const at::Tensor& input, const py::object& arguments) {
-  throw_from("in_operator", exception, record, input, arguments);
+  throw_from(&Modules::failures, "in_operator", exception, record, input, arguments);
 }
 
 }  // namespace syncbn::pass

@@ -8,6 +8,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <exception>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 
 namespace syncbn::pass {
 
@@ -42,7 +43,7 @@ class Name {
 
 struct Names {
   Name append{"append"}, get_group{"get_group"}, group{"group"}, is_registered{"is_registered"},
-      backward{"backward"}, layer{"layer"}, record{"record"}, size{"size"}, state{"state"};
+      backward{"backward"}, layer{"layer"}, record{"record"}, state{"state"};
 };
 
 const Names& names();
@@ -51,25 +52,27 @@ inline py::object to_object(const c10::SafePyObject& kept) {
   return py::reinterpret_borrow<py::object>(kept.ptr(getPyInterpreter()));
 }
 
+// syncbn.distributed.collectives.SUM.
+const c10d::AllreduceOptions& sum_options();
 // Whether a program has replaced torch.distributed.all_reduce, so that its function must be called.
 bool is_all_reduce_replaced();
 // Whether the DistributedDataParallel model in its forward pass is within join().
 bool is_ddp_joining();
-// Whether torch traces backward passes for its compiler. It does not look into nodes of C++.
+// Whether torch traces backward passes for its compiler, which looks into nodes of Python only.
 bool is_compiled_autograd_enabled();
 // syncbn._compat.is_in_cuda_graph.
 bool is_in_cuda_graph(const at::Tensor& tensor);
 
-// The backward pass in Python, if it needs more than the usual. `unread` is the exception that
-// reading the saved tensors has thrown, or null. The caller holds the GIL.
-torch::autograd::variable_list run_backward(const torch::autograd::variable_list& saved,
-                                            const std::exception_ptr& unread,
-                                            const at::Tensor& grad_output, const py::object& record,
-                                            double eps, std::optional<at::ScalarType> bias_dtype,
-                                            bool needs_grad_input);
+// Makes the backward pass in Python, if it needs more than the usual. `context` has the values of
+// syncbn.training._LibraryContext.
+torch::autograd::variable_list run_backward(const py::tuple& context,
+                                            const at::Tensor& grad_output);
 
-// Throw the error of syncbn/distributed/failures.py for an exception of an operator before the
-// collective, which aborts the pass, of the collective, or of an operator behind it.
+// Throw the error of syncbn/distributed/failures.py for an exception in reading the saved tensors,
+// of an operator before the collective, of the collective, or of an operator behind it. The first
+// two abort the pass.
+[[noreturn]] void throw_unread(const std::exception_ptr& exception, const py::object& record,
+                               const at::Tensor& grad_output);
 [[noreturn]] void throw_aborted(const std::exception_ptr& exception, const py::object& record,
                                 const at::Tensor& input, const py::object& arguments = py::none());
 [[noreturn]] void throw_in_collective(const std::exception_ptr& exception, const py::object& record,

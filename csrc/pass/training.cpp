@@ -6,11 +6,8 @@
 #include "training.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/SafePyObject.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/Exceptions.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/profiler.h>
@@ -38,9 +35,10 @@ bool is_observed() {
          torch::autograd::profiler::profilerEnabled();
 }
 
-// Whether the operators of csrc/cpu and csrc/cuda take the tensor, which is of no subclass.
+// Whether the operators of csrc/cpu and csrc/cuda take the tensor.
 bool has_operators(const Tensor& tensor) {
-  return (tensor.is_cpu() || tensor.is_cuda()) && tensor.layout() == at::kStrided &&
+  const bool is_built = tensor.is_cpu() || (tensor.is_cuda() && operators().has_cuda);
+  return is_built && tensor.layout() == at::kStrided && !tensor.is_nested() &&
          !tensor.key_set().has(c10::DispatchKey::Python);
 }
 
@@ -59,10 +57,19 @@ std::optional<Arguments> read_usual(const py::object& input, const py::tuple& ar
     return std::nullopt;
   }
   const Tensor& tensor = THPVariable_Unpack(input.ptr());
-  if (!has_operators(tensor) || tensor.dim() < 2 || !dense_format(tensor)) {
+  if (!has_operators(tensor) || tensor.dim() < 2) {
     return std::nullopt;
   }
-  return Arguments::read(tensor, arguments);
+  const auto format = dense_format(tensor);
+  if (!format) {
+    return std::nullopt;
+  }
+  auto read = Arguments::read(tensor, arguments);
+  if (read && read->residual &&
+      !(has_operators(*read->residual) && read->residual->is_contiguous(*format))) {
+    return std::nullopt;
+  }
+  return read;
 }
 
 // Calls an operator without autograd and without the GIL.
@@ -80,25 +87,43 @@ Tensor sum_statistics(const Arguments& a, const Step& step, const py::object& re
                       const py::tuple& given) {
   torch::jit::Stack message;
   try {
-    message = run(operators().batch_norm_stats, a.input, step.record->kept_tail, a.weight, a.bias,
-                  a.running_mean, a.running_var, a.num_batches_tracked, a.momentum, kNone, kNone);
+    message =
+        run(operators().batch_norm_stats, a.input, step.tail(), a.weight, a.bias, a.running_mean,
+            a.running_var, a.num_batches_tracked, a.momentum, a.residual, kNone);
   } catch (const std::exception&) {
     throw_aborted(std::current_exception(), record, a.input, given);
   }
   return all_reduce(step, message[0].toTensor(), record);
 }
 
-// The sums of the gradients over the ranks, grad_weight and grad_bias.
-torch::jit::Stack sum_gradients(const Tensor& grad_output, const Tensor& input, const Tensor& mean,
-                                const Tensor& invstd, at::ScalarType weight_dtype,
-                                at::ScalarType bias_dtype, const Step& step,
-                                const py::object& record) {
+// The operands of a backward pass's sums.
+struct Reduction {
+  Tensor grad_output, input, mean, invstd;
+  at::MemoryFormat format;
+  at::ScalarType weight_dtype, bias_dtype;
+  int64_t activation = 0;
+  double negative_slope = 0;
+  OptionalTensor constants = std::nullopt;  // with an activation, but not after a residual
+  OptionalTensor output = std::nullopt;     // with an activation after a residual
+};
+
+// The sums of the gradients over the ranks, grad_weight, grad_bias and dz.
+torch::jit::Stack sum_gradients(const Reduction& r, const Step& step, const py::object& record) {
   torch::jit::Stack sums;
   try {
-    sums = run(operators().batch_norm_backward_reduce, grad_output, input, mean, invstd,
-               weight_dtype, bias_dtype, step.record->kept_tail, kNone, 0, 0.0, kNone);
+    const Tensor dy = r.grad_output.contiguous(r.format);
+    if (r.output) {
+      sums = run(operators().batch_norm_backward_reduce_dz, dy, r.input, r.mean, r.invstd,
+                 r.weight_dtype, r.bias_dtype, step.tail(), kNone, r.activation, r.negative_slope,
+                 kNone, r.output, kNone);
+    } else {
+      sums =
+          run(operators().batch_norm_backward_reduce, dy, r.input, r.mean, r.invstd, r.weight_dtype,
+              r.bias_dtype, step.tail(), r.constants, r.activation, r.negative_slope, kNone);
+      sums.emplace_back(dy);
+    }
   } catch (const std::exception&) {
-    throw_aborted(std::current_exception(), record, input);
+    throw_aborted(std::current_exception(), record, r.input);
   }
   sums[0] = all_reduce(step, sums[0].toTensor(), record);
   return sums;
@@ -110,14 +135,18 @@ struct Kept {
   c10::SafePyObject record;
   c10::SafePyObject group;  // None, or a group that nobody but this graph may hold
   double eps;
-  bool has_weight;
   std::optional<at::ScalarType> bias_dtype;
+  int64_t activation;
+  double negative_slope;
+  bool has_residual;
 
   Kept(py::object record, py::object group, const Arguments& a)
       : record(record.release().ptr(), getPyInterpreter()),
         group(group.release().ptr(), getPyInterpreter()),
         eps(a.eps),
-        has_weight(a.weight.has_value()) {
+        activation(a.activation),
+        negative_slope(a.negative_slope),
+        has_residual(a.residual.has_value()) {
     if (a.bias) {
       bias_dtype = a.bias->scalar_type();
     }
@@ -138,7 +167,6 @@ struct Kept {
 struct Backward {
   const Kept& kept;
   variable_list saved;
-  std::exception_ptr unread;  // if the saved tensors could not be read
   Tensor grad_output;
   bool needs_grad_input;
 
@@ -149,8 +177,12 @@ struct Backward {
   const Tensor& mean() const { return saved[2]; }
   const Tensor& invstd() const { return saved[3]; }
   const Tensor& count() const { return saved[4]; }
-  OptionalTensor weight() const {
-    return kept.has_weight ? OptionalTensor(saved[1]) : std::nullopt;
+  OptionalTensor weight() const { return optional(1); }
+  OptionalTensor constants() const { return optional(6); }
+  OptionalTensor output() const { return optional(8); }
+  OptionalTensor optional(size_t place) const {
+    const bool is_saved = place < saved.size() && saved[place].defined();
+    return is_saved ? OptionalTensor(saved[place]) : std::nullopt;
   }
   bool is_usual() const;
   variable_list run_in_python() const;
@@ -159,37 +191,60 @@ struct Backward {
 
 struct SyncBatchNormFunction : torch::autograd::Function<SyncBatchNormFunction> {
   static Tensor forward(AutogradContext* context, const Tensor& input, const OptionalTensor& weight,
-                        const OptionalTensor& /*bias*/, const torch::jit::Stack& results,
-                        std::unique_ptr<Kept>& kept) {
-    context->save_for_backward({input, weight.value_or(Tensor()), results[1].toTensor(),
-                                results[2].toTensor(), results[3].toTensor()});
+                        const OptionalTensor& /*bias*/, const OptionalTensor& /*residual*/,
+                        const torch::jit::Stack& results, std::unique_ptr<Kept>& kept) {
+    const Tensor output = results[0].toTensor();
+    const Tensor none;
+    // In the places of syncbn/training.py, which may get them.
+    variable_list saved{input, weight.value_or(none)};
+    for (int i = 1; i < 4; ++i) {
+      saved.push_back(results[i].toTensor());
+    }
+    saved.push_back(none);
+    if (kept->activation != 0) {
+      saved.insert(saved.end(), {kept->has_residual ? none : results[4].toTensor(), none,
+                                 kept->has_residual ? output : none, none});
+    }
+    context->save_for_backward(std::move(saved));
     context->saved_data["kept"] = Kept::in_tensor(std::move(kept));
-    return results[0].toTensor();
+    return output;
   }
 
   static variable_list backward(AutogradContext* context, const variable_list& gradients) {
     const Tensor kept = context->saved_data["kept"].toTensor();
-    Backward backward{Kept::of(kept), {}, nullptr, gradients[0], context->needs_input_grad(0)};
+    Backward backward{Kept::of(kept), {}, gradients[0], context->needs_input_grad(0)};
+    const py::gil_scoped_acquire gil;
     try {
       backward.saved = context->get_saved_variables();
     } catch (const std::exception&) {  // they were changed in place, or a hook failed
-      backward.unread = std::current_exception();
+      throw_unread(std::current_exception(), to_object(backward.kept.record), gradients[0]);
     }
     variable_list results = backward.run();
-    results.resize(5);
+    results.resize(6);
     return results;
   }
 };
 
-// The operator's results: output, mean, invstd, count. Nothing if Python has to make the pass.
+// Memory for the constants of an activation; nothing without one.
+OptionalTensor empty_constants(const Arguments& a) {
+  if (a.activation == 0) {
+    return std::nullopt;
+  }
+  return at::empty({2 * a.input.size(1)}, a.input.options().dtype(at::kDouble));
+}
+
+// Output, mean, invstd, count, and with an activation its constants. Nothing if Python has to make
+// the pass.
 std::optional<torch::jit::Stack> normalize(const Arguments& a, const py::object& record,
                                            const py::object& state, const py::tuple& given) {
   torch::jit::Stack results;
+  OptionalTensor constants;
   if (state.is_none()) {
     try {
-      results =
-          run(operators().batch_norm_forward, a.input, a.weight, a.bias, a.running_mean,
-              a.running_var, a.num_batches_tracked, a.momentum, a.eps, kNone, 0, 0.0, kNone, kNone);
+      constants = empty_constants(a);
+      results = run(operators().batch_norm_forward, a.input, a.weight, a.bias, a.running_mean,
+                    a.running_var, a.num_batches_tracked, a.momentum, a.eps, a.residual,
+                    a.activation, a.negative_slope, constants, kNone);
     } catch (const std::exception&) {
       throw_aborted(std::current_exception(), record, a.input, given);
     }
@@ -200,9 +255,10 @@ std::optional<torch::jit::Stack> normalize(const Arguments& a, const py::object&
     }
     const Tensor totals = sum_statistics(a, *step, record, given);
     try {
+      constants = empty_constants(a);
       results = run(operators().batch_norm_apply, a.input, totals, a.weight, a.bias, a.running_mean,
                     a.running_var, a.num_batches_tracked, a.momentum, a.eps, step->tail_sum,
-                    step->status, kNone, 0, 0.0, kNone, kNone);
+                    step->status, a.residual, a.activation, a.negative_slope, constants, kNone);
     } catch (const std::exception&) {
       throw_in_operator(std::current_exception(), record, a.input, given);
     }
@@ -212,16 +268,16 @@ std::optional<torch::jit::Stack> normalize(const Arguments& a, const py::object&
       (*written)->unsafeGetTensorImpl()->bump_version();
     }
   }
+  results.emplace_back(constants);
   return results;
 }
 
 bool Backward::is_usual() const {
-  return !unread && needs_grad_input && !at::GradMode::is_enabled() && !is_observed() &&
+  return needs_grad_input && !at::GradMode::is_enabled() && !is_observed() &&
          has_operators(grad_output) && has_operators(input());
 }
 
 variable_list Backward::run() const {
-  const py::gil_scoped_acquire gil;
   if (is_usual()) {
     if (auto gradients = run_usual()) {
       return *gradients;
@@ -231,60 +287,76 @@ variable_list Backward::run() const {
 }
 
 variable_list Backward::run_in_python() const {
-  return run_backward(saved, unread, grad_output, to_object(kept.record), kept.eps, kept.bias_dtype,
-                      needs_grad_input);
+  return run_backward(py::make_tuple(saved, to_object(kept.record), kept.eps, kept.bias_dtype,
+                                     py::make_tuple(needs_grad_input), kept.activation,
+                                     kept.negative_slope, kept.has_residual),
+                      grad_output);
 }
 
 std::optional<variable_list> Backward::run_usual() const {
-  const py::object forward_record = to_object(kept.record);
-  const py::object state = names().state.of(forward_record);
   const auto format = dense_format(input());
   if (!format) {
     return std::nullopt;
   }
-  const Tensor dy = grad_output.contiguous(*format);
-  const at::ScalarType weight_dtype = kept.has_weight ? saved[1].scalar_type() : at::kDouble;
-  const at::ScalarType bias_dtype = kept.bias_dtype.value_or(at::kDouble);
-  torch::jit::Stack sums, results;
-  if (state.is_none()) {
+  py::object record = to_object(kept.record);
+  const py::object state = names().state.of(record);
+  if (!state.is_none()) {
+    record = names().record.call(state, names().layer.of(record), names().backward.object());
+  }
+  const auto step = begin(state, record, input());
+  if (!step) {
+    return std::nullopt;
+  }
+  const Reduction r{grad_output,
+                    input(),
+                    mean(),
+                    invstd(),
+                    *format,
+                    weight() ? weight()->scalar_type() : at::kDouble,
+                    kept.bias_dtype.value_or(at::kDouble),
+                    kept.activation,
+                    kept.negative_slope,
+                    constants(),
+                    output()};
+  torch::jit::Stack results;  // grad_input, grad_weight, grad_bias, dz
+  if (state.is_none() && !r.output) {
     try {
-      results = pass::run(operators().batch_norm_backward, dy, input(), mean(), invstd(), weight(),
-                          count(), weight_dtype, bias_dtype, kNone, 0, 0.0, kNone);
+      const Tensor dy = grad_output.contiguous(*format);
+      results = pass::run(operators().batch_norm_backward, dy, r.input, r.mean, r.invstd, weight(),
+                          count(), r.weight_dtype, r.bias_dtype, r.constants, r.activation,
+                          r.negative_slope, kNone);
+      results.emplace_back(dy);
     } catch (const std::exception&) {
-      throw_aborted(std::current_exception(), forward_record, input());
+      throw_aborted(std::current_exception(), record, r.input);
     }
-    sums = results;
   } else {
-    const py::object record =
-        names().record.call(state, names().layer.of(forward_record), names().backward.object());
-    const auto step = begin(state, record, input());
-    if (!step) {
-      return std::nullopt;
-    }
-    sums = sum_gradients(dy, input(), mean(), invstd(), weight_dtype, bias_dtype, *step, record);
-    const Tensor totals = sums[0].toTensor();
+    results = sum_gradients(r, *step, record);
+    const Tensor totals = results[0].toTensor(), dz = results[3].toTensor();
+    const int64_t activation = r.output ? 0 : r.activation;
     try {
-      results =
-          pass::run(operators().batch_norm_backward_apply, dy, input(), mean(), invstd(), weight(),
-                    totals, count(), step->tail_sum, step->status, kNone, 0, 0.0, kNone);
+      results[0] = pass::run(operators().batch_norm_backward_apply, dz, r.input, r.mean, r.invstd,
+                             weight(), totals, count(), step->tail_sum, step->status, r.constants,
+                             activation, r.negative_slope, kNone)[0];
     } catch (const std::exception&) {
-      throw_in_operator(std::current_exception(), record, input());
+      throw_in_operator(std::current_exception(), record, r.input);
     }
   }
-  return variable_list{results[0].toTensor(), kept.has_weight ? sums[1].toTensor() : Tensor(),
-                       kept.bias_dtype ? sums[2].toTensor() : Tensor()};
+  return variable_list{results[0].toTensor(), weight() ? results[1].toTensor() : Tensor(),
+                       kept.bias_dtype ? results[2].toTensor() : Tensor(),
+                       kept.has_residual ? results[3].toTensor() : Tensor()};
 }
 
 }  // namespace
 
 py::object train(const py::object& input, const py::tuple& given, const py::object& record) {
   const auto arguments = read_usual(input, given);
-  if (!arguments || !record.cast<const Record&>().is_forward()) {
+  if (!arguments || !record.cast<const Record&>().is_forward) {
     return py::none();
   }
   const Arguments& a = *arguments;
   using torch::autograd::isFwGradDefined;
-  if (isFwGradDefined(a.input) || isFwGradDefined(a.weight) || isFwGradDefined(a.bias)) {
+  if (isFwGradDefined(a.input) || isFwGradDefined(a.weight) || isFwGradDefined(a.bias) ||
+      isFwGradDefined(a.residual)) {
     return py::none();  // Python refuses it
   }
   if (is_compiled_autograd_enabled()) {
@@ -295,7 +367,7 @@ py::object train(const py::object& input, const py::tuple& given, const py::obje
   if (!results) {
     return py::none();
   }
-  if (!torch::autograd::compute_requires_grad(a.input, a.weight, a.bias)) {
+  if (!torch::autograd::compute_requires_grad(a.input, a.weight, a.bias, a.residual)) {
     return py::cast((*results)[0].toTensor());
   }
   // This graph holds its group, unless torch.distributed holds it and may destroy it.
@@ -303,14 +375,18 @@ py::object train(const py::object& input, const py::tuple& given, const py::obje
       !state.is_none() && names().is_registered.of(state).is(py::handle(Py_False));
   auto kept = std::make_unique<Kept>(
       record, holds_group ? names().group.of(state) : py::object(py::none()), a);
-  return py::cast(SyncBatchNormFunction::apply(a.input, a.weight, a.bias, *results, kept));
+  return py::cast(
+      SyncBatchNormFunction::apply(a.input, a.weight, a.bias, a.residual, *results, kept));
 }
 
 py::object sum_statistics(const py::object& input, const py::tuple& given,
                           const py::object& record) {
-  const auto arguments = read_usual(input, given);
   const py::object state = names().state.of(record);
-  if (!arguments || state.is_none() || !record.cast<const Record&>().is_forward()) {
+  if (state.is_none() || !record.cast<const Record&>().is_forward) {
+    return py::none();
+  }
+  const auto arguments = read_usual(input, given);
+  if (!arguments) {
     return py::none();
   }
   const auto step = begin(state, record, arguments->input);
@@ -321,17 +397,19 @@ py::object sum_gradients(const Tensor& grad_output, const Tensor& input, const T
                          const Tensor& invstd, at::ScalarType weight_dtype,
                          at::ScalarType bias_dtype, const py::object& record) {
   const py::object state = names().state.of(record);
+  if (state.is_none() || is_observed() || !has_operators(grad_output) || !has_operators(input)) {
+    return py::none();
+  }
   const auto format = dense_format(input);
-  if (state.is_none() || is_observed() || !has_operators(grad_output) || !has_operators(input) ||
-      !format) {
+  if (!format) {
     return py::none();
   }
   const auto step = begin(state, record, input);
   if (!step) {
     return py::none();
   }
-  const auto sums = sum_gradients(grad_output.contiguous(*format), input, mean, invstd,
-                                  weight_dtype, bias_dtype, *step, record);
+  const Reduction reduction{grad_output, input, mean, invstd, *format, weight_dtype, bias_dtype};
+  const auto sums = sum_gradients(reduction, *step, record);
   return py::make_tuple(sums[0].toTensor(), sums[1].toTensor(), sums[2].toTensor());
 }
 

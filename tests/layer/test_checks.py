@@ -377,14 +377,17 @@ def test_ordinary_arguments_skip_the_detailed_checks(training, monkeypatch):
     sync_batch_norm(X, **GOOD, training=training)
 
 
-def batch_the_gradients(rank, world_size):
-    x = torch.rand(4, 3, requires_grad=True)
-    y = SyncBatchNorm(3)(x)
+def batch_the_gradients(rank, world_size, num_steps_before):
+    layer, x = SyncBatchNorm(3), torch.rand(4, 3, requires_grad=True)
+    for _ in range(num_steps_before):
+        layer(x).sum().backward()
+    y = layer(x)
     torch.autograd.grad(y, x, torch.ones(2, *y.shape), is_grads_batched=True)
 
 
-def test_batched_gradients_of_ranks_are_refused(two_ranks):
-    outcomes = two_ranks.outcomes(batch_the_gradients)
+@pytest.mark.parametrize("num_steps_before", [0, 2])
+def test_batched_gradients_of_ranks_are_refused(num_steps_before, two_ranks):
+    outcomes = two_ranks.outcomes(batch_the_gradients, num_steps_before)
     assert all(failed.kind == "NotImplementedError" for failed in outcomes)
     assert all("is_grads_batched" in failed.message for failed in outcomes)
 

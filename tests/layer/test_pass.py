@@ -1,11 +1,14 @@
 """The training pass in C++ and in Python: which of them makes a pass, and the same bits."""
 
 import copy
+import gc
 import os
 import subprocess
 import sys
+import traceback
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -24,13 +27,14 @@ def is_made_in_cpp(output):
     return "CppNode" in output.grad_fn.name()
 
 
-def train(layer, input, grad_output):
+def train(layer, input, grad_output, residual=None):
     """Return all that a pass computes, and whether C++ has made it."""
-    input = input.clone().requires_grad_()
-    output = layer(input)
+    operands = [input, *([] if residual is None else [residual])]
+    operands = [operand.clone().requires_grad_() for operand in operands]
+    output = layer(*operands)
     output.backward(grad_output)
-    gradients = [parameter.grad for parameter in layer.parameters()]
-    return [output, input.grad, *gradients, *layer.buffers()], is_made_in_cpp(output)
+    gradients = [leaf.grad for leaf in (*operands, *layer.parameters())]
+    return [output, *gradients, *layer.buffers()], is_made_in_cpp(output)
 
 
 @needs_library
@@ -38,34 +42,40 @@ def train(layer, input, grad_output):
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"momentum": None}, {"affine": False}, {"bias": False}, {"track_running_stats": False}],
+    [
+        *({}, {"momentum": None}, {"affine": False}, {"bias": False}),
+        *({"track_running_stats": False}, {"activation": "relu"}),
+        {"activation": "leaky_relu", "negative_slope": 0.2},
+    ],
     ids=str,
 )
-def test_same_bits(dtype, layout, options, monkeypatch):
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_same_bits(dtype, layout, options, has_residual, monkeypatch):
     in_cpp = SyncBatchNorm(3, dtype=dtype, **options)
     in_python = copy.deepcopy(in_cpp)
-    input, grad_output = (to_layout(torch.randn(4, 3, 5, 6, dtype=dtype), layout) for _ in range(2))
+    number = 3 if has_residual else 2
+    operands = [to_layout(torch.randn(4, 3, 5, 6, dtype=dtype), layout) for _ in range(number)]
     with monkeypatch.context() as patched:
         patched.setattr(training, "backward_of_library", None)
-        actual, is_cpp = train(in_cpp, input, grad_output)
+        actual, is_cpp = train(in_cpp, *operands)
     assert is_cpp
     monkeypatch.setattr(training, "library", None)
-    expected, is_cpp = train(in_python, input, grad_output)
+    expected, is_cpp = train(in_python, *operands)
     assert not is_cpp
     for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0, check_stride=True)
 
 
-def with_a_residual(layer, x):
-    return layer(x, x)
+def with_another_layout_of_the_residual(layer, x):
+    return layer(x, x.contiguous(memory_format=torch.channels_last))
 
 
 def with_a_mask(layer, x):
     return layer(x, mask=torch.ones(4, 5, 6, dtype=torch.bool))
 
 
-def with_an_activation(layer, x):
-    layer.activation = "relu"
+def with_silu(layer, x):
+    layer.activation = "silu"
     return layer(x)
 
 
@@ -87,9 +97,9 @@ def with_an_integral_momentum(layer, x):
 @pytest.mark.parametrize(
     "call",
     [
-        with_a_residual,
+        with_another_layout_of_the_residual,
         with_a_mask,
-        with_an_activation,
+        with_silu,
         with_gaps,
         in_a_profile,
         with_an_integral_momentum,
@@ -117,14 +127,61 @@ def after_a_change(output, x):
 
 @needs_library
 @pytest.mark.parametrize("differentiate", [double_backward, after_a_change])
-def test_python_makes_other_backward_passes(differentiate, monkeypatch):
-    layer, x = SyncBatchNorm(3), torch.randn(4, 3, dtype=torch.float64)
-    leaf = x.clone().requires_grad_()
-    actual = differentiate(layer(leaf), leaf)
-    monkeypatch.setattr(training, "library", None)
-    leaf = x.clone().requires_grad_()
-    expected = differentiate(layer(leaf), leaf)
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+@pytest.mark.parametrize("activation", [None, "leaky_relu"])
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_python_makes_other_backward_passes(differentiate, activation, has_residual, monkeypatch):
+    layer, x = SyncBatchNorm(3, activation=activation), torch.randn(4, 3, dtype=torch.float64)
+    residual = torch.randn_like(x).requires_grad_() if has_residual else None
+    results = []
+    for library in (training.library, None):
+        monkeypatch.setattr(training, "library", library)
+        leaf = x.clone().requires_grad_()
+        output = layer(leaf) if residual is None else layer(leaf, residual)
+        assert is_made_in_cpp(output) == (library is not None)
+        results.append(differentiate(output, leaf))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@needs_library
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_only_the_residual_needs_a_gradient(activation, monkeypatch):
+    layer = SyncBatchNorm(3, activation=activation, affine=False)
+    x, residual = torch.randn(4, 3), torch.randn(4, 3).requires_grad_()
+    gradients = []
+    for library in (training.library, None):
+        monkeypatch.setattr(training, "library", library)
+        output = layer(x, residual)
+        assert is_made_in_cpp(output) == (library is not None)
+        gradients += torch.autograd.grad(output.pow(3).sum(), residual)
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)
+
+
+@needs_library
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, LookupError])
+def test_an_error_of_a_hook_passes_as_it_is_and_keeps_no_frame(kind):
+    def unpack(packed):
+        raise kind("of the hook")
+
+    references = []
+
+    def call():
+        x = torch.randn(4, 3, requires_grad=True)
+        references.append(weakref.ref(x))
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+            output = SyncBatchNorm(3)(x)
+        assert is_made_in_cpp(output)
+        output.sum().backward()
+
+    gc.collect()
+    gc.disable()
+    try:
+        call()
+    except kind as error:
+        words, frames = str(error), traceback.extract_tb(error.__traceback__)
+    finally:
+        gc.enable()
+    assert words == "of the hook" and frames[-1].name == "unpack"
+    assert references[0]() is None
 
 
 def run_info(**variables):

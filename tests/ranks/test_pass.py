@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from syncbn import SyncBatchNorm, training
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, training
 from syncbn.distributed import passes
 from syncbn.distributed.state import group_state
 
@@ -21,15 +21,22 @@ def is_made_in_cpp(output):
     return "CppNode" in output.grad_fn.name()
 
 
-def train(rank, layers, steps):
-    """Return all that the steps compute, and whether C++ has made the passes of each step."""
+ACTIVATIONS = (None, None, "relu", "leaky_relu", None)
+
+
+def train(rank, steps):
+    """Return all that the steps compute, and whether C++ has made the passes of each step.
+
+    The last two layers add the output of the first.
+    """
+    layers = [SyncBatchNorm(4, activation=activation) for activation in ACTIVATIONS]
     generator = torch.Generator().manual_seed(rank)
     computed, made = [], []
     for _ in range(steps):
         x = torch.randn(3 + rank, 4, 5, 2, generator=generator, requires_grad=True)
         outputs = [layers[0](x)]
-        for layer in layers[1:]:
-            outputs.append(layer(outputs[-1]))
+        for number, layer in enumerate(layers[1:]):
+            outputs.append(layer(outputs[-1], outputs[0]) if number > 1 else layer(outputs[-1]))
         outputs[-1].pow(3).sum().backward()
         made.append([is_made_in_cpp(output) for output in outputs])
         computed += [outputs[-1].detach(), x.grad]
@@ -39,9 +46,9 @@ def train(rank, layers, steps):
 
 
 def compare(rank, world_size):
-    computed, made = train(rank, [SyncBatchNorm(4), SyncBatchNorm(4)], 4)
+    computed, made = train(rank, 4)
     with mock.patch.object(training, "library", None):
-        expected, others = train(rank, [SyncBatchNorm(4), SyncBatchNorm(4)], 4)
+        expected, others = train(rank, 4)
     for a, b in zip(computed, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=0)
     return made, others
@@ -50,8 +57,8 @@ def compare(rank, world_size):
 def test_same_bits_from_the_third_step_on(two_ranks):
     """In the steps before the ranks agree on the sizes of their messages, in Python."""
     for made, others in two_ranks.run(compare):
-        assert made[0] == [False, False] and made[2:] == [[True, True]] * 2
-        assert others == [[False, False]] * 4
+        assert made[0] == [False] * 5 and made[2:] == [[True] * 5] * 2
+        assert others == [[False] * 5] * 4
 
 
 def alternate(rank, world_size):
@@ -117,9 +124,11 @@ class Recorded:
         return call
 
 
-def train_compiled(rank, world_size):
+def train_compiled(rank, world_size, kind):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), SyncBatchNorm(4)).double()
+    converted = convert_sync_batchnorm(nn.BatchNorm1d(4))
+    layer = converted if kind == "converted" else SyncBatchNorm(4, activation="relu")
+    model = nn.Sequential(nn.Linear(3, 4), layer).double()
     compiled = torch.compile(copy.deepcopy(model), backend="aot_eager", fullgraph=True)
     for _ in range(4):
         x = torch.randn(4 + rank, 3, dtype=torch.float64)
@@ -132,6 +141,41 @@ def train_compiled(rank, world_size):
     return recorded.made
 
 
-def test_graphs_get_their_sums_from_cpp(two_ranks):
+@pytest.mark.parametrize("kind", ["converted", "with ReLU"])
+def test_graphs_get_their_sums_from_cpp(kind, two_ranks):
     made = [("sum_statistics", True), ("sum_gradients", True)]
-    assert two_ranks.run(train_compiled) == [made] * 2
+    assert two_ranks.run(train_compiled, kind) == [made] * 2
+
+
+class Own(dist.ProcessGroup):
+    """A group of two ranks with the same values, which is written in Python."""
+
+    def __init__(self):
+        super().__init__(0, 2)
+        self.is_interrupted = False
+
+    def allreduce(self, tensors, options=None):
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        tensors[0] *= 2
+        return None  # as of a collective that is done
+
+    def getBackendName(self):
+        return "own"
+
+
+def train_in_own_group(rank, world_size):
+    group = Own()
+    layer, made = SyncBatchNorm(4, process_group=group), []
+    for _ in range(4):
+        output = layer(torch.randn(4, 4, requires_grad=True))
+        output.sum().backward()
+        made.append(is_made_in_cpp(output))
+    group.is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        layer(torch.randn(4, 4))
+    return made
+
+
+def test_python_makes_the_passes_of_a_group_in_python(two_ranks):
+    assert two_ranks.run(train_in_own_group) == [[False] * 4] * 2
