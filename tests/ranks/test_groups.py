@@ -93,6 +93,7 @@ def test_groups_are_made_once_for_a_size():
 
 def renew_groups(rank, world_size):
     before = convert_sync_batchnorm(model(), group_size=2)[1].process_group
+    dist.barrier()  # a rank that is still connecting would find its connections closed
     dist.destroy_process_group(before)
     converted = convert_sync_batchnorm(model(), group_size=2)
     return converted(share(rank)).shape, converted[1].process_group is before
@@ -122,6 +123,7 @@ def fail_in_a_second_group_of_a_store(rank, world_size, path):
     """As under torchrun; in the first group, only rank 0 has come to a pass."""
     store = dist.FileStore(path, world_size)
     for attempt in range(2):
+        dist.barrier()  # a rank that is still connecting would find its connections closed
         dist.destroy_process_group()
         dist.init_process_group(
             "gloo",
