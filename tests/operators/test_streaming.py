@@ -1,5 +1,9 @@
-"""Outputs larger than the caches bypass them, with the same results as small inputs."""
+"""Outputs larger than the caches bypass them, with the same results as small inputs.
 
+Those in new memory do not.
+"""
+
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -38,6 +42,25 @@ def in_parts(function, *inputs):
     return torch.cat(list(map(function, *parts)))
 
 
+# Options of glibc's mallopt(), as in malloc.h.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
+
+
+@pytest.fixture(params=["new", "reused"])
+def memory(request):
+    """Whether the memory of a large tensor comes from the system or from one before it."""
+    set_option = ctypes.CDLL(None).mallopt
+    defaults = {M_TRIM_THRESHOLD: 128 << 10, M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 128 << 10}
+    is_new = request.param == "new"
+    options = defaults if is_new else {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_MAX: 0}
+    for option in options.items():
+        assert set_option(*option) == 1
+    yield
+    for option in defaults.items():
+        set_option(*option)
+
+
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("image", "layout"), INPUTS)
 def test_large_outputs_are_those_of_their_parts(image, layout, dtype):
@@ -62,6 +85,7 @@ def test_large_outputs_are_those_of_their_parts(image, layout, dtype):
     assert torch.equal(backward(dy, x), in_parts(backward, dy, x))
 
 
+@pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("image", "layout"), INPUTS)
 def test_large_masked_outputs_are_those_without_a_mask_or_zero(image, layout, dtype):
