@@ -176,21 +176,26 @@ def test_arguments_that_do_not_fit():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_stored_gradient_of_silu_without_a_residual(dtype, layout):
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_stored_gradient_of_silu(dtype, layout, with_residual):
     x = make_input((4, 67, 5, 7), layout, dtype)
+    residual = make_input((4, 67, 5, 7), layout, dtype, seed=1) if with_residual else None
     operands, constants, _, _ = reduce_arguments(x, SILU)
     fused = (constants, SILU, 0.0)
-    *results, dz = ops.batch_norm_backward_reduce_dz(*operands, *fused, None, None)
-    computed = torch.float64 if dtype == torch.float64 else torch.float32
-    # Sums of the unrounded dz: 140 values up to four, in two orders, with seven additions before
-    # each compensated one.
-    atol = 2 * 7 * 140 * 4 * torch.finfo(computed).eps
-    expected = ops.batch_norm_backward_reduce(*operands, *fused)
-    for result, other in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, other, rtol=torch.finfo(result.dtype).eps, atol=atol)
+    sums, grad_weight, grad_bias, dz = ops.batch_norm_backward_reduce_dz(
+        *operands, *fused, residual, None
+    )
     dy, _, mean, invstd, *_ = operands
-    z = ((x.double() - per_channel(mean, x)) * per_channel(invstd, x)).requires_grad_()
+    xhat = (x.double() - per_channel(mean, x)) * per_channel(invstd, x)
+    z = (xhat if residual is None else xhat + residual.double()).requires_grad_()
     F.silu(z).backward(dy.double())
     # One rounding to the dtype and a dozen to the type of the computation, of values up to four.
-    atol = 50 * torch.finfo(computed).eps
+    eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    atol = 50 * eps
     torch.testing.assert_close(dz.double(), z.grad, rtol=torch.finfo(dtype).eps, atol=atol)
+    # Sums of the unrounded dz: 140 values, each times an xhat up to four, with seven additions of
+    # values up to four before each compensated one.
+    atol = 140 * 4 * (50 + 7) * eps
+    expected = [z.grad.sum((0, 2, 3)), (z.grad * xhat).sum((0, 2, 3))]
+    torch.testing.assert_close(sums, torch.cat(expected), rtol=0, atol=atol)
+    torch.testing.assert_close([grad_bias, grad_weight], expected, rtol=0, atol=atol)
