@@ -37,6 +37,7 @@ bool read_notes(Group& state, const at::Tensor& input, std::optional<at::Tensor>
   return !input.is_cuda() || status.has_value();
 }
 
+// Whether the group is of torch's own class.
 bool is_of_torch(const py::object& group) {
   static const PyObject* const type = py::type::of<c10d::ProcessGroup>().release().ptr();
   return reinterpret_cast<const PyObject*>(Py_TYPE(group.ptr())) == type;

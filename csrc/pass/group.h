@@ -72,8 +72,8 @@ struct Group {
         sizes_sent(std::move(sizes_sent)) {}
 };
 
-// A pass in a group, of which nothing has to be agreed on or checked before its collective. In one
-// process all is empty.
+// A pass in a group that can make its collective at once: the ranks agree on the size, and no
+// device has to be checked. In one process all values are empty.
 struct Step {
   Group* state = nullptr;
   std::shared_ptr<Record> record;
@@ -85,7 +85,8 @@ struct Step {
   std::optional<at::Tensor> tail() const { return record ? record->kept_tail : std::nullopt; }
 };
 
-// Returns the pass of a record in Python's GroupState or None, or nothing if Python has to make it.
+// Returns the pass of a record; nothing if Python has to make it. `state` is a GroupState, or None
+// in one process.
 std::optional<Step> begin(const py::object& state, const py::object& record,
                           const at::Tensor& input);
 
