@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from support import ops
@@ -161,19 +163,30 @@ def test_bad_channel_of_a_cumulative_average_is_nan(bad, when):
     assert tracked.item() == 3
 
 
-# The dtypes end at 65504, 3.3895e38 and 3.4028e38.
+# A buffer has the input's dtype or float32, and only its own dtype counts.
 @pytest.mark.parametrize(
-    ("dtype", "variance"),
-    [(torch.float16, 65520.0), (torch.bfloat16, 3.3999e38), (torch.float32, 3.4029e38)],
+    ("input_dtype", "dtype", "representable", "variance"),
+    [
+        (torch.float16, torch.float16, 65504.0, 65520.0),
+        (torch.bfloat16, torch.bfloat16, 3.38e38, 3.3999e38),
+        *((dtype, torch.float32, 3.402e38, 3.4029e38) for dtype in DTYPES),
+    ],
 )
-def test_variance_past_the_dtype_of_a_buffer_leaves_it_alone(dtype, variance):
-    totals = torch.tensor([0.0, variance, 2.0], dtype=torch.float64)  # of two values
-    mean, var = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
-    x = torch.zeros(2, 1, dtype=dtype)
-    ops.batch_norm_apply(x, totals, None, None, mean, var, None, 1.0, 1e-5)
-    assert var.item() == 1.0 and mean.item() == 0.0
-    ops.batch_norm_apply(x, totals, None, None, mean, var, torch.tensor(0), None, 1e-5)
-    assert var.isnan() and mean.isnan()  # a cumulative average
+def test_variance_past_the_dtype_of_a_buffer_leaves_it_alone(
+    input_dtype, dtype, representable, variance
+):
+    x = torch.zeros(2, 1, dtype=input_dtype)
+
+    def updated(variance, momentum=1.0):
+        totals = torch.tensor([0.0, variance, 2.0], dtype=torch.float64)  # of two values
+        mean, var = torch.zeros(1, dtype=dtype), torch.ones(1, dtype=dtype)
+        counter = torch.tensor(0) if momentum is None else None
+        ops.batch_norm_apply(x, totals, None, None, mean, var, counter, momentum, 1e-5)
+        return mean.item(), var.item()
+
+    assert updated(representable) == (0.0, torch.tensor(representable).to(dtype).item())
+    assert updated(variance) == (0.0, 1.0)
+    assert all(math.isnan(value) for value in updated(variance, momentum=None))
 
 
 def test_aborted_rank_is_an_error_or_nan_and_changes_nothing(each_device):
