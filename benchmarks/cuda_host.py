@@ -31,6 +31,7 @@ from benchmarks.results import spread
 from benchmarks.traffic import RESNET50
 from syncbn import ops, training
 from syncbn.distributed.state import record_of
+from syncbn.distributed.sums import all_reduce
 from syncbn.ops.arguments import Arguments
 
 CHANNELS = [channels for layers, channels, _ in RESNET50 for _ in range(layers)]
@@ -99,7 +100,7 @@ class PassPrefixes:
 
     def sums(self) -> Tensor:
         """Sum that message over the ranks."""
-        return training.all_reduce(self.statistics(), self.record)
+        return all_reduce(self.statistics(), self.record)
 
     def normalized(self) -> object:
         """Normalize by the sums."""
@@ -120,7 +121,7 @@ class PassPrefixes:
 
     def backward_sums(self) -> Tensor:
         """Sum that message over the ranks."""
-        return training.all_reduce(self.reduced(), self.backward_record)
+        return all_reduce(self.reduced(), self.backward_record)
 
     def backward_applied(self) -> object:
         """Compute the gradient of the input."""

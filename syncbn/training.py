@@ -10,28 +10,24 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from syncbn import _compat, ops
+from syncbn import _compat, higher_derivatives, ops
 from syncbn._compat import (
     active_ddp_model,
     are_transforms_active,
     increment_version,
-    is_profiling,
     jit_tracing_state,
     num_dispatch_modes,
 )
-from syncbn.distributed import alignment, collectives, errors, failures, negotiation
-from syncbn.distributed.collectives import SUM, TORCHS_ALL_REDUCE
-from syncbn.distributed.layer_id import Identity
+from syncbn.distributed import errors, failures
 from syncbn.distributed.passes import library
-from syncbn.distributed.state import GroupState, PassRecord, channels_of, group_state, size_of
-from syncbn.ops import checks, formulas, masks, reference, tensors
+from syncbn.distributed.state import PassRecord
+from syncbn.distributed.sums import all_reduce, verify, verify_on_host
+from syncbn.higher_derivatives import Gradients
+from syncbn.ops import checks, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
 from syncbn.ops.epilogue import FROM_OUTPUT, NUMBERS, EpilogueGradient
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 # Compilers continue after a break of their graph, and must not trace this.
@@ -246,7 +242,7 @@ def backward(ctx: Any, grad_output: Tensor, record: PassRecord) -> Gradients:
         failures.check_before(record)
     # Inside a backward pass, gradients are recorded exactly under create_graph=True.
     if torch.is_grad_enabled():
-        return _differentiable_backward(
+        return higher_derivatives.backward(
             ctx, grad_output, record, (input, weight, mean, mask), derivative
         )
     needs_grad_input = ctx.needs_input_grad[0]
@@ -332,200 +328,3 @@ def backward_of_library(context: Any, grad_output: Tensor) -> tuple[Tensor | Non
 def unread_by_library(error: Exception, record: PassRecord, grad_output: Tensor) -> Exception:
     """Return the error of a node of csrc/pass that could not read its saved tensors."""
     return failures.abort_unread(error, _backward_record(record), grad_output)
-
-
-# The sums over the ranks.
-
-
-def all_reduce(message: Tensor, record: PassRecord) -> Tensor:
-    """Sum a message over the ranks; in one process, return it.
-
-    If its size has not followed the last pass before, the ranks first agree on it. The sums may be
-    inconsistent; the operators that take them verify them.
-
-    Raises:
-        NotImplementedError: In a batch of gradients (``is_grads_batched``).
-        RuntimeError, ValueError: Another rank sends another size, or has aborted the pass; the
-            collective failed.
-    """
-    state, size = record.state, message.numel()
-    if state is None:
-        return message
-    last, next_size, group = state.last, record.next_size, state.get_group()
-    assert group is not None
-    is_new = size not in last.sizes
-    if is_new and state.is_asynchronous(message.device):
-        failures.wait_for_totals(state, record, message.device)
-    state.num_passes += 1
-    state.size = size
-    state.sizes_sent.append(size)
-    if is_new:
-        negotiation.agree(state, record, message.device)
-    state.num_in_row = state.num_in_row + 1 if record.is_forward is last.is_forward else 1
-    state.last, state.next_size_sent, state.totals = record, next_size, None
-    state.num_summed = group.size() if state.adds_up else 1
-    try:
-        if is_profiling() or num_dispatch_modes() > 0 or dist.all_reduce is not TORCHS_ALL_REDUCE:
-            label = record.label if is_profiling() else ""
-            totals = collectives.all_reduce_sum(message, group, label)
-        else:
-            totals, work = message, group.allreduce([message], SUM)
-            if work is not None:  # a group written in Python may return None
-                work.wait()
-    except (RuntimeError, ValueError) as error:
-        raise failures.in_collective(error, record, message)  # noqa: B904  # it has a cause
-    # Kept for the sizes in their tail, which tell the next message's; memory of a CUDA graph must
-    # not be kept.
-    if type(totals) is Tensor and not (totals.is_cuda and _compat.is_in_cuda_graph(totals)):
-        state.totals = totals
-    return totals
-
-
-def verify(totals: Tensor, record: PassRecord) -> Tensor:
-    """Return the sums without their tail.
-
-    On CUDA, where nothing waits for them, they are NaN if they are inconsistent.
-
-    Raises:
-        RuntimeError: The ranks make different passes, or another rank has aborted this one; not
-            on CUDA.
-        ValueError: One value per channel in the whole group; not on CUDA.
-    """
-    state, first, status = record.state, None, None
-    if state is None:
-        return totals
-    if record.direction == "recomputation":
-        # It may get the sums of the forward pass, which a dispatch mode or a compiler has kept.
-        first = state.sum_of(state.record(record.layer, "forward").fingerprint)
-    if type(totals) is Tensor and totals.is_cuda:
-        _, status = state.expectation(record, totals)
-    operators = ops.usual if num_dispatch_modes() == 0 else ops.around(None)
-    try:
-        return operators.verify_sums(totals, state.sum_of(record.fingerprint), first, status)
-    except Exception as error:
-        raise failures.in_operator(error, record, totals) from None
-
-
-def verify_on_host(totals: Tensor, record: PassRecord) -> Tensor:
-    """Return the sums on the CPU, after :func:`verify`; waits for the device."""
-    state, device = record.state, totals.device
-    if state is None or not state.is_asynchronous(device):
-        return verify(totals.cpu(), record)
-    failures.wait_for(state, record, device)
-    totals = totals.cpu()
-    try:
-        return verify(totals, record)
-    except RuntimeError:
-        alignment.align(state, device)  # the other ranks hear of it in a later pass
-        raise
-
-
-def named_record(group_name: str | None, layer: Identity, direction: str) -> PassRecord:
-    """Return the record of a pass in a graph, which holds the name of its group.
-
-    Raises:
-        RuntimeError: torch.distributed has no group of this name; the error names the layer.
-    """
-    known: PassRecord | None = layer.record
-    state = None if known is None else known.state
-    if group_name is None:
-        if known is not None and state is None and known.direction == direction:
-            return known
-        record = PassRecord(None, layer, direction)
-    else:
-        if state is None or state.name != group_name or state.is_destroyed():
-            try:
-                state = group_state(collectives.group_named(group_name))
-            except RuntimeError as error:
-                raise errors.with_layer_and_rank(error, layer, None) from error.__cause__
-        record = state.record(layer, direction)
-    if layer.key and record.is_forward:
-        layer.record = record
-    return record
-
-
-# Higher derivatives.
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """The sum over the group's ranks. Its gradient is the same sum, so that any order exists."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, state: GroupState, layer: Identity, size: int) -> Tensor:
-        """Sum a vector over the ranks, in a message of the size of this layer's messages."""
-        ctx.state, ctx.layer, ctx.size = state, layer, size
-        ctx.group = None if state.is_registered else state.group
-        record = state.record(layer, "double backward")
-        failures.check_before(record)
-        try:
-            assert record.tail is not None
-            statistics = values.to(torch.float64)
-            padding = statistics.new_zeros(size - record.tail.size(0) - values.size(0))
-            message = torch.cat([statistics, padding, record.tail.to(statistics.device)])
-        except Exception as error:
-            raise failures.abort(error, record, values, channels=channels_of(size)) from None
-        totals = verify(all_reduce(message, record), record)
-        return totals[: values.size(0)].to(values.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """Sum the gradients over the ranks."""
-        if ctx.state.get_group() is None:
-            raise errors.with_layer_and_rank(ctx.state.destroyed(), ctx.layer, None)
-        return _SumOverRanks.apply(grad, ctx.state, ctx.layer, ctx.size), None, None, None
-
-
-def _differentiable_backward(
-    ctx: Any,
-    grad_output: Tensor,
-    record: PassRecord,
-    saved: tuple[Tensor, Tensor | None, Tensor, Tensor | None],
-    derivative: EpilogueGradient | None,
-) -> Gradients:
-    """Do as :func:`backward`, in expressions that autograd records.
-
-    :mod:`syncbn.ops.reference` makes three sums over the ranks, or five where it recomputes the
-    activation's input. An exception before one of them aborts it.
-    """
-    input, weight, mean, mask = saved
-    recomputes = derivative is not None and derivative.activation not in FROM_OUTPUT
-    num_left, is_summing = 5 if recomputes else 3, False
-
-    def total(values: Tensor) -> Tensor:
-        nonlocal num_left, is_summing
-        if record.state is None:
-            return values
-        is_summing = True
-        size = size_of(input.size(1))
-        summed: Tensor = _SumOverRanks.apply(values, record.state, record.layer, size)
-        is_summing, num_left = False, num_left - 1
-        return summed
-
-    try:
-        checks.check_dense("grad_output", grad_output)
-        dz = grad_output if mask is None else masks.clear(grad_output, mask)
-        if derivative is not None:
-            if recomputes:
-                z = reference.batch_norm(input, weight, derivative.bias, ctx.eps, total, mask)
-                if derivative.residual is not None:
-                    z = z + masks.clear_given(derivative.residual, mask).to(z.dtype)
-            elif derivative.constants is not None:
-                # Without a gradient: the activation's derivative is constant where it exists.
-                z = reference.normalize_again(input.detach(), mean, derivative.constants)
-            else:
-                assert derivative.output is not None
-                z = derivative.output  # has the sign of z
-            dz = formulas.activation_gradient(dz.double(), z, *derivative[:2])
-        grad_input, grad_weight, grad_bias = reference.batch_norm_backward(
-            dz, input, weight, ctx.eps, total, mask
-        )
-        return (
-            grad_input,
-            None if weight is None else tensors.cast(grad_weight, weight.dtype),
-            None if ctx.bias_dtype is None else tensors.cast(grad_bias, ctx.bias_dtype),
-            tensors.cast(dz, input.dtype) if ctx.has_residual else None,
-        )
-    except Exception as error:
-        if is_summing or num_left == 0:
-            raise
-        raise failures.abort(error, record, input) from None

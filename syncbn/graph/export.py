@@ -14,6 +14,8 @@ from syncbn.distributed import collectives, errors, failures
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, identity_named
 from syncbn.distributed.state import PassRecord, group_state
+from syncbn.distributed.sums import all_reduce
+from syncbn.graph.records import named_record
 from syncbn.ops import aten, checks, epilogue, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
 
@@ -110,14 +112,14 @@ def _(
     arguments = Arguments(weight, bias, None, None, None, 0.0, eps, mask=mask)
     layer, evaluates = identity_named(layer_name), _evaluates(switch)
     name = None if evaluates else group_name
-    record = training.named_record(name, layer, _compat.forward_direction())
+    record = named_record(name, layer, _compat.forward_direction())
     failures.check_before(record)
     try:
         stats = ops.around(mask).batch_norm_stats
         totals = stats(dense, record.tail, *arguments.for_checks())
     except Exception as error:
         raise failures.abort(error, record, input) from None
-    totals = training.all_reduce(totals, record)
+    totals = all_reduce(totals, record)
     if evaluates and running_mean is not None and running_var is not None:
         # A batch of two values whose mean and variance they are.
         mean, var = running_mean.double(), running_var.double()
@@ -151,7 +153,7 @@ def _backward(ctx: Any, grad_output: Tensor, *_: Tensor) -> tuple[Tensor | None,
     if ctx.evaluates:
         return *_backward_of_evaluation(ctx, grad_output), *(None,) * 7
     layer = identity_named(ctx.layer_name)
-    record = training.named_record(ctx.group_name, layer, "backward")
+    record = named_record(ctx.group_name, layer, "backward")
     return *training.backward(ctx, grad_output, record)[:3], *(None,) * 7
 
 

@@ -20,6 +20,8 @@ from syncbn.distributed import collectives, failures, passes
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity, Layer, identity_from
 from syncbn.distributed.state import PassRecord
+from syncbn.distributed.sums import all_reduce, verify
+from syncbn.graph.records import named_record
 from syncbn.ops import checks, epilogue, formulas, masks, tensors
 from syncbn.ops.arguments import Arguments
 
@@ -274,7 +276,7 @@ def _(input: Tensor, *values: Any) -> Tensor:
         totals = passes.library.sum_statistics(input, arguments, record)
     if totals is None:
         totals = _sum_statistics(input, arguments, record)
-    totals = training.verify(totals, record)
+    totals = verify(totals, record)
     if record.direction == "recomputation":
         totals[-1:].neg_()
     return totals
@@ -296,13 +298,13 @@ def _sum_statistics(input: Tensor, arguments: Arguments, record: PassRecord) -> 
                 formulas.check_more_than_one_value(message, input.size(1))
     except Exception as error:
         raise failures.abort(error, record, input, arguments) from None
-    return training.all_reduce(message, record)
+    return all_reduce(message, record)
 
 
 def _begin(*values: Any) -> tuple[PassRecord, Arguments]:
     *fields, identity, group_name, _ = values
     layer, direction = identity_from(identity), _compat.forward_direction()
-    record = training.named_record(group_name, layer, direction)
+    record = named_record(group_name, layer, direction)
     failures.check_before(record)
     return record, Arguments(*fields)
 
@@ -335,12 +337,12 @@ _library.define(
 def _(grad_output: Tensor, input: Tensor, *values: Any) -> tuple[Tensor, Tensor, Tensor]:
     *operands, mask, identity, group_name, _ = values
     layer = identity_from(identity)
-    record = training.named_record(group_name, layer, "backward")
+    record = named_record(group_name, layer, "backward")
     failures.check_before(record)
     if passes.library is not None and mask is None:
         sums = passes.library.sum_gradients(grad_output, input, *operands, record)
         if sums is not None:
-            return training.verify(sums[0], record), *sums[1:]
+            return verify(sums[0], record), *sums[1:]
     try:
         if not (input.is_contiguous() and grad_output.is_contiguous()):
             input = tensors.as_dense(input)
@@ -351,7 +353,7 @@ def _(grad_output: Tensor, input: Tensor, *values: Any) -> tuple[Tensor, Tensor,
         )
     except Exception as error:
         raise failures.abort(error, record, input) from None
-    sums = training.verify(training.all_reduce(sums, record), record)
+    sums = verify(all_reduce(sums, record), record)
     return sums, grad_weight, grad_bias
 
 

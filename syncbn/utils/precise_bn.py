@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from syncbn import _compat, ops, training
+from syncbn import _compat, ops
 from syncbn.distributed import collectives, failures
 from syncbn.distributed.collectives import ProcessGroup
 from syncbn.distributed.layer_id import Identity
 from syncbn.distributed.state import STEP, group_state
+from syncbn.distributed.sums import all_reduce, verify_on_host
 from syncbn.modules import SyncBatchNorm
 from syncbn.utils.freeze import layers_of
 
@@ -249,8 +250,8 @@ def _each_rank(
     """Return the flag of each rank of the group: a step between passes of layers.
 
     Raises:
-        RuntimeError: As :func:`syncbn.training.all_reduce`; the ranks do not all make this step, or
-            another rank has aborted it.
+        RuntimeError: As :func:`syncbn.distributed.sums.all_reduce`; the ranks do not all make this
+            step, or another rank has aborted it.
     """
     record = group_state(group).record(layer, STEP)
     failures.check_before(record)
@@ -262,7 +263,7 @@ def _each_rank(
         message = torch.tensor(values, dtype=torch.float64, device=device)
     except Exception as error:
         raise failures.abort(error, record) from None
-    totals = training.verify_on_host(training.all_reduce(message, record), record)
+    totals = verify_on_host(all_reduce(message, record), record)
     return [value != 0 for value in totals[:-1].tolist()]
 
 

@@ -14,10 +14,11 @@ from support.ranks import Ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm, training
+from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 from syncbn.distributed import state as states
 from syncbn.distributed.layer_id import Identity, digest
 from syncbn.distributed.state import group_state
+from syncbn.distributed.sums import verify
 
 
 def step(*layers):
@@ -223,10 +224,10 @@ def read_the_tags_of_a_recomputation(rank, world_size):
     message = torch.zeros(10).double()
     for fingerprint in (2 * first.fingerprint, 2 * again.fingerprint):
         message[-3] = fingerprint
-        training.verify(message, again)
+        verify(message, again)
     message[-3] = other.fingerprint + again.fingerprint
     with pytest.raises(RuntimeError, match="this rank runs the recomputation of layer 'body.bn1'"):
-        training.verify(message, again)
+        verify(message, again)
     return True
 
 

@@ -13,13 +13,13 @@ from syncbn import (
     convert_sync_batchnorm,
     recompute_statistics,
     revert_sync_batchnorm,
-    training,
 )
 from syncbn.distributed import negotiation
 from syncbn.distributed import state as states
 from syncbn.distributed.layer_id import Identity
 from syncbn.distributed.state import group_state
 from syncbn.distributed.store import PassReport, text_of
+from syncbn.distributed.sums import all_reduce
 
 CPU = torch.device("cpu")
 
@@ -138,7 +138,7 @@ def test_second_group_of_a_name_is_not_mistaken_for_the_first():
         group = Group(store)
         state = group_state(group)
         record = state.record(Identity(""), "forward")
-        training.all_reduce(torch.zeros(size), record)  # finds no other size
+        all_reduce(torch.zeros(size), record)  # finds no other size
 
 
 class CountingStore(dist.HashStore):
@@ -154,7 +154,7 @@ def test_many_ranks_compare_each_size_once(num_ranks, requests):
     group = Group(CountingStore(), num_ranks)
     state = group_state(group)
     for size in (10, 10, 18, 18, 10, 18):
-        training.all_reduce(torch.zeros(size), state.record(Identity(""), "forward"))
+        all_reduce(torch.zeros(size), state.record(Identity(""), "forward"))
     assert group.store.requests == requests
 
 
