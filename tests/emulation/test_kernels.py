@@ -338,12 +338,50 @@ def test_variance_survives_an_outlier(library, layout, position):
         torch.testing.assert_close(var, expected, rtol=2e-6, atol=0.0)  # float sums of squares
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_float64_survives_an_outlier(device, layout):
+    """Few values, so that the outlier is a thread's only one."""
+    x = make_input((16, 64, 1), layout, torch.float64, mean=0.0, std=1.0)
+    x[0] += 1e4
+    _, var = moments(device.batch_norm_stats(x))
+    # Seven roundings of 16 squares; squared distances from the outlier would cost 5e-15.
+    torch.testing.assert_close(var, reference_moments(x)[1], rtol=1.6e-15, atol=0.0)
+
+
+# Each thread has seven rows, and 1/7 in float32 times seven of these values is not one of them.
+@pytest.mark.parametrize("shape", [(40, 2, 33), (1700, 8, 1)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_constant_channel_has_no_variance(device, layout, dtype):
-    x = to_layout(torch.full((40, 2, 33), 3.0, dtype=dtype), layout)
+def test_constant_channel_has_no_variance(device, layout, dtype, shape):
+    value = 205 / 128
+    x = to_layout(torch.full(shape, value, dtype=dtype), layout)
     mean, var = moments(device.batch_norm_stats(x))
-    assert mean.tolist() == [3, 3] and var.tolist() == [0, 0]
+    assert (mean == value).all() and not var.any()
+
+
+def zeros_and_ones(shape, generator):
+    return torch.randint(0, 2, shape, generator=generator).bfloat16()
+
+
+def normal_values(shape, generator):
+    return torch.randn(shape, generator=generator).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("draw", "shape", "bound"),
+    [(zeros_and_ones, (24, 8, 7, 1), 4e-9), (normal_values, (1, 8, 7001), 2e-9)],
+    ids=["threads of columns", "lanes of warps"],
+)
+def test_merged_means_are_more_exact_than_floats(device, draw, shape, bound):
+    """A thread's mean is exact or nearly so; the mean of several threads is not a float."""
+    generator = torch.Generator().manual_seed(0)
+    errors = []
+    for _ in range(8):
+        x = draw(shape, generator)
+        mean, _ = moments(device.batch_norm_stats(x))
+        errors.append(mean - reference_moments(x)[0])
+    # Twice the error; it is four to six times as large if merged means are rounded to float32.
+    assert torch.stack(errors).square().mean().sqrt() < bound
 
 
 @pytest.mark.parametrize("shift", [-0.5, 0.0, 20.0])
