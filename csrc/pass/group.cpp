@@ -64,9 +64,8 @@ std::optional<Step> begin(const py::object& state_object, const py::object& reco
     return std::nullopt;
   }
   auto torchs = group.cast<c10::intrusive_ptr<c10d::ProcessGroup>>();
-  const int64_t num_summed = state.adds_up ? torchs->getSize() : 1;
-  const double tail_sum = record->fingerprint * static_cast<double>(num_summed);
-  return Step{&state, record, std::move(torchs), num_summed, status, tail_sum};
+  const double tail_sum = record->fingerprint * static_cast<double>(state.num_summed);
+  return Step{&state, record, std::move(torchs), status, tail_sum};
 }
 
 at::Tensor all_reduce(const Step& step, at::Tensor message, const py::object& record) {
@@ -82,7 +81,6 @@ at::Tensor all_reduce(const Step& step, at::Tensor message, const py::object& re
   state.last = step.record;
   state.next_size_sent = step.record->next_size;
   state.totals.reset();
-  state.num_summed = step.num_summed;
   const c10d::AllreduceOptions& sum = sum_options();
   try {
     const py::gil_scoped_release no_gil;

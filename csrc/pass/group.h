@@ -78,7 +78,6 @@ struct Step {
   Group* state = nullptr;
   std::shared_ptr<Record> record;
   c10::intrusive_ptr<c10d::ProcessGroup> group;
-  int64_t num_summed = 1;
   std::optional<at::Tensor> status;  // on CUDA
   std::optional<double> tail_sum;
 

@@ -165,13 +165,15 @@ def test_fully_sharded_in_mixed_precision(two_ranks, recompute):
     assert two_ranks.run(train_fully_sharded_mixed, recompute) == [True, True]
 
 
-def join(rank, world_size, wrap, throw):
-    """Rank 1 has one batch less than rank 0."""
+def join(rank, world_size, wrap, throw, steps_before=0):
+    """Rank 1 has one batch less than rank 0, after steps in which all ranks have one."""
     model = convert_sync_batchnorm(build())
     if wrap == "compiled":
         torch._dynamo.reset()
         model = torch.compile(model, backend="aot_eager")
     model = DistributedDataParallel(model)
+    for x in batches(steps_before):
+        loss(model(x)).backward()
     done = 0
     with warnings.catch_warnings(), model.join(throw_on_early_termination=throw):
         warnings.simplefilter("ignore")  # torch's, that inputs are uneven
@@ -181,11 +183,12 @@ def join(rank, world_size, wrap, throw):
     return done
 
 
+@pytest.mark.parametrize("steps_before", [0, 3])
 @pytest.mark.parametrize("wrap", ["eager", "compiled"])
-def test_join_is_refused_at_once(wrap):
+def test_join_is_refused_at_once(wrap, steps_before):
     """join() is refused before the first message, which a rank without inputs would not answer."""
     with Ranks(2, case_seconds=90) as ranks:
-        for outcome in ranks.outcomes(join, wrap, throw=False):
+        for outcome in ranks.outcomes(join, wrap, throw=False, steps_before=steps_before):
             assert outcome.kind == "NotImplementedError"
             assert "give such a rank empty batches instead, or call join(throw" in outcome.message
 

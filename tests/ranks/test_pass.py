@@ -64,21 +64,27 @@ def test_same_bits_from_the_third_step_on(two_ranks):
 def alternate(rank, world_size):
     """Passes of both kinds, one after the other, share the state of the group."""
     layer, state = SyncBatchNorm(4), group_state(dist.group.WORLD)
-    before, made = state.num_passes, []
+    state.sizes_sent.clear()
+    before, made, in_row = state.num_passes, [], []
     for number in range(8):
         library = None if number % 2 else passes.library
         with mock.patch.object(training, "library", library):
             output = layer(torch.randn(4, 4, requires_grad=True))
             output.sum().backward()
         made.append(is_made_in_cpp(output))
-    return made[4:], state.num_passes - before, [*state.sizes_sent][-16:], state.last.direction
+    num_passes, sizes = state.num_passes - before, [*state.sizes_sent]
+    for library in (passes.library, None, passes.library):
+        with mock.patch.object(training, "library", library):
+            layer(torch.randn(4, 4))
+        in_row.append(state.num_in_row)
+    return made[4:], num_passes, sizes, in_row
 
 
 def test_both_kinds_share_the_state_of_the_group(two_ranks):
-    for made, num_passes, sizes, direction in two_ranks.run(alternate):
+    for made, num_passes, sizes, in_row in two_ranks.run(alternate):
         assert made == [True, False] * 2
         assert num_passes == 16 and sizes == [12] * 16
-        assert direction == "backward"
+        assert in_row == [1, 2, 3]  # forward passes after a backward one
 
 
 def fail_in_cpp(rank, world_size):
