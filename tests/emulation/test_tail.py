@@ -31,7 +31,7 @@ def test_tail_follows_the_same_sums(library, shape):
         assert sums[2 * channels :].tolist() == [0.0, *TAIL.tolist()]
 
 
-def verified(device, what, momentum, status):
+def verified(device, what, momentum, statuses):
     """The results of both operators for sums of two ranks, and the running statistics."""
     x = make_input((40, 3, 5), "contiguous", torch.float32)
     mean, var = reference_moments(x)
@@ -41,12 +41,12 @@ def verified(device, what, momentum, status):
     totals = torch.cat([sums, torch.tensor([count, tail_sum, 24, 288]).double()])
     running = torch.zeros(3), torch.ones(3), torch.tensor([4])
     output, *_ = device.batch_norm_apply(
-        x, totals, None, None, *running, momentum, 1e-5, 2 * FIRST, status
+        x, totals, None, None, *running, momentum, 1e-5, 2 * FIRST, statuses[0]
     )
     totals[6] = 0 * count
     ones = torch.ones(3).double()
     grad = device.batch_norm_backward_apply(
-        x, x, mean, ones, None, totals, ones[:1], 2 * FIRST, status
+        x, x, mean, ones, None, totals, ones[:1], 2 * FIRST, statuses[1]
     )
     return output, grad, running
 
@@ -55,22 +55,23 @@ def verified(device, what, momentum, status):
 @pytest.mark.parametrize("what", ["sound", "aborted", "different"])
 def test_inconsistent_pass_gives_nan_and_changes_nothing(library, what, momentum):
     device = Device(library, 8, "shuffled")
-    status = torch.zeros(1).double()
-    output, grad, (mean, _, tracked) = verified(device, what, momentum, status)
+    statuses = torch.zeros(2, 1).double()
+    output, grad, (mean, _, tracked) = verified(device, what, momentum, statuses)
     assert output.isnan().all() == grad.isnan().all() == (what != "sound")
     assert bool(mean.any()) == (what == "sound")
     assert tracked.item() == (5 if what == "sound" else 4)
-    assert status.item() == {"sound": 0, "aborted": -2 * FIRST, "different": 2 * FIRST}[what]
+    status = {"sound": 0, "aborted": -2 * FIRST, "different": 2 * FIRST}[what]
+    assert statuses.tolist() == [[status]] * 2  # of each operator
 
 
 def test_first_status_stays(library):
     status = torch.tensor([-5.0]).double()
-    verified(Device(library, 8, "forward"), "different", 0.1, status)
+    verified(Device(library, 8, "forward"), "different", 0.1, [status, status])
     assert status.item() == -5
 
 
 def test_status_is_optional(library):
-    output, *_ = verified(Device(library, 8, "forward"), "different", 0.1, None)
+    output, *_ = verified(Device(library, 8, "forward"), "different", 0.1, [None, None])
     assert output.isnan().all()
 
 

@@ -178,6 +178,15 @@ def test_empty_group_updates_nothing(device, shape, dtype):
     assert grad.shape == x.shape and grad.dtype == dtype
 
 
+def test_gradient_is_finite_where_every_value_is_masked(device):
+    """The layer fills masked values on CUDA, and clears their gradients afterwards."""
+    x = make_input((3, 2), "contiguous", torch.float32)
+    zeros, ones = torch.zeros(2).double(), torch.ones(2).double()
+    sums, count = torch.zeros(4).double(), torch.zeros(1).double()
+    grad = device.batch_norm_backward_apply(x, x, zeros, ones, None, sums, count)
+    torch.testing.assert_close(grad, x)
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_aborted_rank_gives_nan_and_updates_nothing(device, layout, momentum):

@@ -197,7 +197,7 @@ __device__ void merge_warps(PlanarStatsMemory<T>& memory, const ChannelMoments<A
     memory.means[threadIdx.y] = state.mean[0];
   }
   __syncthreads();
-  const A deviation = state.count > 0 ? state.mean[0] - memory.means[threadIdx.y] : A{0};
+  const A deviation = state.mean[0] - memory.means[threadIdx.y];
   const A count = add_up_warp(state.count);
   const A sum = add_up_warp(state.count * deviation);
   const A mean = count > 0 ? sum / count : 0;
