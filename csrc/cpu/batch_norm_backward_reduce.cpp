@@ -14,6 +14,7 @@
 #include "channel_vector.h"
 #include "dispatch.h"
 #include "masked_sums.h"
+#include "pages.h"
 
 namespace syncbn::cpu {
 namespace {
@@ -80,6 +81,7 @@ ReduceResults batch_norm_backward_reduce(const BackwardArguments& a) {
     T* dz = nullptr;
     if (a.dz.has_value()) {
       dz = static_cast<T*>(a.dz->mutable_data_ptr());
+      prepare_output(dz, static_cast<int64_t>(geometry.numel() * sizeof(T)));
     }
     const auto data = [](const std::optional<Tensor>& tensor) {
       return static_cast<const T*>(tensor->const_data_ptr());

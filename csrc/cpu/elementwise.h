@@ -158,12 +158,12 @@ template <template <typename> class Formula, typename T>
 void elementwise(const Geometry& geometry, const uint8_t* mask,
                  const std::array<const T*, Formula<T>::kInputs>& inputs, T* output,
                  const Formula<double*>& constants) {
+  const auto tensor_bytes = static_cast<int64_t>(geometry.numel() * sizeof(T));
+  const bool is_new = prepare_output(output, tensor_bytes);
   // If the last-level cache cannot hold the tensors, the output bypasses the caches: that saves
   // reading the overwritten lines. Of a new page the system has just put them there.
-  const auto tensor_bytes = static_cast<int64_t>(geometry.numel() * sizeof(T));
   const bool stream = (int64_t{Formula<T>::kInputs} + 1) * tensor_bytes > last_cache_bytes() &&
-                      reinterpret_cast<size_t>(output) % kLine == 0 &&
-                      has_pages(output, tensor_bytes);
+                      reinterpret_cast<size_t>(output) % kLine == 0 && !is_new;
   const ElementwiseJob<Formula, T> job{inputs, output, {}, stream};
   if (is_in_rows(geometry)) {
     compute_in_rows(job, geometry, mask, constants);

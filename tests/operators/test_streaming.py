@@ -1,9 +1,10 @@
 """Outputs larger than the caches bypass them, with the same results as small inputs.
 
-Those in new memory do not.
+Those in new memory do not, and get huge pages.
 """
 
 import ctypes
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from support import ops
 from support.cases import DTYPES, make_input, make_mask, to_layout
 from support.operator_times import shortest_time
+
+from syncbn import SyncBatchNorm
 
 pytestmark = pytest.mark.any_torch
 
@@ -49,12 +52,15 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_MMAP_MAX = -1, -3, -4
 @pytest.fixture(params=["new", "reused"])
 def memory(request):
     """Whether the memory of a large tensor comes from the system or from one before it."""
-    set_option = ctypes.CDLL(None).mallopt
+    libc = ctypes.CDLL(None)
+    set_option = libc.mallopt
     defaults = {M_TRIM_THRESHOLD: 128 << 10, M_MMAP_MAX: 65536, M_MMAP_THRESHOLD: 128 << 10}
     is_new = request.param == "new"
     options = defaults if is_new else {M_TRIM_THRESHOLD: 2**31 - 1, M_MMAP_MAX: 0}
     for option in options.items():
         assert set_option(*option) == 1
+    if is_new:
+        libc.malloc_trim(0)  # of tensors before it
     yield
     for option in defaults.items():
         set_option(*option)
@@ -96,6 +102,32 @@ def test_large_masked_outputs_are_those_without_a_mask_or_zero(image, layout, dt
     masked, *_ = ops.batch_norm_apply(x, *normalization, mask=mask)
     plain, *_ = ops.batch_norm_apply(x, *normalization)
     assert torch.equal(masked, torch.where(mask.unsqueeze(1), plain, 0.0))
+
+
+def asked_for_huge_pages(tensor):
+    """Whether the system was asked for huge pages in the middle of a tensor, by its flag "hg"."""
+    place, is_here = tensor.data_ptr() + tensor.nbytes // 2, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_here = int(bounds[1], 16) <= place < int(bounds[2], 16)
+        elif is_here and line.startswith("VmFlags:"):
+            return "hg" in line.split()
+    raise AssertionError("the tensor is in no mapping")
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages"
+)
+@pytest.mark.parametrize("memory", ["new"], indirect=True)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_outputs_in_new_memory_get_huge_pages(memory, layout):
+    x = make_input((16, 64, 64, 64), layout, torch.float32)
+    layer = SyncBatchNorm(64, activation="relu")
+    residual = torch.rand_like(x).requires_grad_()
+    output = layer(x.requires_grad_(), residual)
+    output.backward(torch.ones_like(x))
+    for large in (output, x.grad, residual.grad):  # the operators write all three
+        assert asked_for_huge_pages(large)
 
 
 def test_large_outputs_of_any_planes_are_written_fast():
