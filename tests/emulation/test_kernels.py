@@ -348,7 +348,8 @@ def test_float64_survives_an_outlier(device, layout):
     torch.testing.assert_close(var, reference_moments(x)[1], rtol=1.6e-15, atol=0.0)
 
 
-# Each thread has seven rows, and 1/7 in float32 times seven of these values is not one of them.
+# In the second shape most threads have seven rows: 1/7 in float32 times the sum of seven of these
+# values is not the value.
 @pytest.mark.parametrize("shape", [(40, 2, 33), (1700, 8, 1)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -380,7 +381,7 @@ def test_merged_means_are_more_exact_than_floats(device, draw, shape, bound):
         x = draw(shape, generator)
         mean, _ = moments(device.batch_norm_stats(x))
         errors.append(mean - reference_moments(x)[0])
-    # Twice the error; it is four to six times as large if merged means are rounded to float32.
+    # Two to three times the error, which is three to six times as large if merged means are floats.
     assert torch.stack(errors).square().mean().sqrt() < bound
 
 
