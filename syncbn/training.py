@@ -1,9 +1,9 @@
 """A training pass: statistics, all-reduce, apply. Its backward pass: reduce, all-reduce, apply.
 
 A :class:`PassRecord` is one direction of one layer in its group; in one process nothing is sent.
-``message`` is what a rank sends, ``totals`` its sum over all ranks. An exception before a
-collective aborts the pass on all ranks, an exception after it is this rank's own. Graphs of
-torch.compile are in :mod:`syncbn.graph.inductor`.
+:mod:`syncbn.distributed.sums` has the all-reduce. An exception before it aborts the pass on all
+ranks, an exception after it is this rank's own. Graphs of torch.compile are in
+:mod:`syncbn.graph.inductor`.
 """
 
 from collections.abc import Callable
