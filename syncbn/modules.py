@@ -3,7 +3,6 @@
 import functools
 import warnings
 from collections.abc import Callable
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar, overload
 
 import torch
@@ -17,58 +16,20 @@ from syncbn import _compat, functional
 from syncbn._compat import BUFFERS, INPUT_CHECK, PARAMETERS, BatchNormBase
 from syncbn.batch_norm import BatchNorm
 from syncbn.distributed import collectives, errors, failures
-from syncbn.distributed.collectives import DeviceMesh, GroupReference, ProcessGroup
-from syncbn.distributed.layer_id import Identity, Layer
+from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
+from syncbn.distributed.layer_id import Layer
 from syncbn.distributed.state import record_of
+from syncbn.entry import entry
 from syncbn.input_check import CALLED_BY_TORCH, own_check
+from syncbn.layer_state import LayerState
 from syncbn.ops import checks, epilogue
 from syncbn.ops.arguments import Arguments
-from syncbn.pickles import RECONSTRUCTIONS, _reconstruct
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-ForwardT = TypeVar("ForwardT", bound=Callable[..., Any])
-
-
-def _has_begun(layer: Any, error: Exception) -> bool:
-    names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
-    return "_syncbn_forward" in names or "_syncbn_activate" in names
-
-
-def entry(forward: ForwardT, has_begun: Callable[[Any, Exception], bool] = _has_begun) -> ForwardT:
-    """Return the ``forward`` of a layer, at which its calls arrive.
-
-    A layer is a leaf module of symbolic tracing: its call is one node, as with torch's layers. The
-    traced model then follows train() and eval(), and conversion finds its layers. The tracer enters
-    the layer in three cases: the layer is the root of the traced model, its ``forward`` is another
-    function, or it has hooks, which the tracer runs and the node would run again.
-
-    An exception aborts the layer's pass, unless ``has_begun(layer, exception)`` tells that the code
-    of the pass was reached, which does so itself.
-    """
-    proxy = torch.fx.Proxy
-
-    @functools.wraps(forward)
-    def leaf_forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        if type(first) is not Tensor and isinstance(first, proxy):
-            tracer: Any = first.tracer
-            runs_this = type(layer).forward is leaf_forward and "forward" not in vars(layer)
-            if runs_this and tracer.root is not layer and not _compat.has_forward_hooks(layer):
-                name = tracer.path_of_module(layer)
-                return tracer.create_proxy("call_module", name, args, kwargs)
-        try:
-            return forward(layer, *args, **kwargs)
-        except Exception as error:
-            if torch.compiler.is_compiling() or has_begun(layer, error):
-                raise
-            raise layer._syncbn_failed(error, first) from error.__cause__
-
-    return leaf_forward  # type: ignore[return-value]
-
 
 # The numbers of dimensions that a check accepts; None for two or more. A check that a program has
 # put in the place of torch's is not among them.
@@ -86,66 +47,6 @@ _DIMS: dict[Callable[..., None], tuple[int, ...] | None] = {
     },
 }
 _UNKNOWN = (0,)
-
-
-class LayerState:
-    """All that a layer holds beside torch's attributes; copies of the layer share it.
-
-    A change replaces the whole object, so that the copies keep theirs. A pickle holds the name and
-    the values that freezing stored, because the rest is of this process.
-    """
-
-    def __init__(self, name: str = "", frozen: dict[str, bool] | None = None) -> None:
-        # The layer's name in its model, from conversion; empty if unknown.
-        self.identity = Identity(name)
-        # The same for compiled graphs, which would be compiled again for each name.
-        self.graph_input = self.identity.as_input()
-        # From freeze_statistics: the mode and the flags requires_grad that unfreezing restores.
-        self.frozen = frozen
-        # The ranks that share a batch; None is all of them.
-        self.group: GroupReference | None = None
-        # Whether a compiled graph can hold the group. Decided before torch.compile traces, which
-        # refuses code that looks at a group without a name.
-        self.fits_graph = True
-        # While the forward of a user's class runs: whether it has called ours, or has failed.
-        self.reached: bool | None = None
-        # While a program's own check of the input runs: the check that it may call.
-        self.inner_check: Callable[[Any, Tensor], None] | None = None
-        # While recompute_statistics runs: the function that takes the sums of each pass.
-        self.observe: Callable[[Tensor], None] | None = None
-
-    def replaced(self, **changes: Any) -> "LayerState":
-        """Return a copy with other values."""
-        new = LayerState.__new__(LayerState)
-        new.__dict__.update(self.__dict__, **changes)
-        return new
-
-    def with_name(self, name: str) -> "LayerState":
-        """Return a copy of another name."""
-        identity = Identity(name)
-        return self.replaced(identity=identity, graph_input=identity.as_input())
-
-    def with_group(self, group: ProcessGroup | None) -> "LayerState":
-        """Return a copy of another group."""
-        has_name = group is None or collectives.name_of(group) != ""
-        fits_graph = has_name or not collectives.is_member(group)
-        reference = None if group is None else GroupReference(group)
-        return self.replaced(group=reference, fits_graph=fits_graph)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerState":
-        return self
-
-    def __reduce__(self) -> Any:
-        if self.group is not None:
-            warnings.warn(
-                "a process group cannot be pickled: the SyncBatchNorm layer will be loaded with "
-                "process_group=None, all ranks; set its process_group again after loading",
-                stacklevel=2,
-            )
-        return _reconstruct, ("state", self.identity.name, self.frozen)
-
-
-RECONSTRUCTIONS["state"] = LayerState
 
 
 class SyncBatchNorm(BatchNormBase):

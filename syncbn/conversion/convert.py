@@ -25,7 +25,8 @@ from syncbn.conversion.derived import (
 )
 from syncbn.distributed import collectives, groups
 from syncbn.distributed.collectives import DeviceMesh, ProcessGroup
-from syncbn.modules import LayerState, ModuleT, SyncBatchNorm
+from syncbn.layer_state import LayerState
+from syncbn.modules import ModuleT, SyncBatchNorm
 
 Layers = list[tuple[str, nn.Module]]  # with their names in the model
 

@@ -20,15 +20,10 @@ from syncbn.batch_norm import BatchNorm
 from syncbn.conversion.classes import reduce_as, set_class
 from syncbn.conversion.timm import SyncBatchNormAct, is_timms, timms_class
 from syncbn.distributed import collectives
+from syncbn.entry import entry
 from syncbn.input_check import CALLED_BY_TORCH
-from syncbn.modules import (
-    LayerState,
-    SyncBatchNorm,
-    SyncBatchNorm1d,
-    SyncBatchNorm2d,
-    SyncBatchNorm3d,
-    entry,
-)
+from syncbn.layer_state import LayerState
+from syncbn.modules import SyncBatchNorm, SyncBatchNorm1d, SyncBatchNorm2d, SyncBatchNorm3d
 from syncbn.pickles import RECONSTRUCTIONS, _reconstruct
 
 # Attributes of a layer that takes an activation, with their defaults.

@@ -5,7 +5,8 @@ import sys
 from torch import Tensor, nn
 
 from syncbn import _compat
-from syncbn.modules import SyncBatchNorm, entry
+from syncbn.entry import entry
+from syncbn.modules import SyncBatchNorm
 from syncbn.ops import epilogue, masks
 
 
