@@ -271,9 +271,10 @@ def test_bad_batch_counter(counter):
         layer(X)
 
 
-def test_functional_has_no_cumulative_average():
+@pytest.mark.parametrize("vectors", [GOOD, {"running_mean": None, "running_var": None}])
+def test_functional_has_no_cumulative_average(vectors):
     with pytest.raises(TypeError, match="expected momentum to be a number, but got NoneType"):
-        sync_batch_norm(X, **GOOD, training=True, momentum=None)
+        sync_batch_norm(X, **vectors, training=True, momentum=None)
 
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 3, 1), (1, 3, 1, 1)])
