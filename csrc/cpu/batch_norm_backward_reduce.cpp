@@ -31,7 +31,8 @@ void sum_segments(const Geometry& geometry, const Partition& partition, const ui
   A* next = values.data();
   const auto rounded = constants.map([&](const double* of_channels) -> const A* {
     A* const array = next;
-    next = std::transform(of_channels, of_channels + channels, array, to_constant<A>);
+    next = std::transform(of_channels, of_channels + channels, array,
+                          [](double x) { return to_constant<A>(x); });
     return array;
   });
   std::vector<T> centers(mask != nullptr ? channels : 0);
