@@ -21,7 +21,7 @@ hidden: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/pytest tests/layer/test_plain.py tests/ranks/test_plain_ranks.py tests/layer/test_hidden.py
 	SYNCBN_HIDE_OPERATORS=1 $(BIN)/pytest tests/layer tests/ranks
 
-sanitize: $(VENV)/tools.stamp
+sanitize: $(VENV)/tools.stamp $(VENV)/syncbn.stamp
 	$(BIN)/python -m tools.sanitize
 	SYNCBN_SANITIZED=1 ASAN_OPTIONS=detect_leaks=0 \
 	    LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
