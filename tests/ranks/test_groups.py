@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.cases import make_input
+from support.groups import make_by_hand
 from support.ranks import Ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,6 +26,7 @@ from syncbn import (
     convert_sync_batchnorm,
     recompute_statistics,
     sync_batch_norm,
+    training,
 )
 from syncbn.distributed.state import group_state
 
@@ -176,6 +178,30 @@ def use_after_destruction(rank, world_size):
 def test_layers_and_graphs_of_a_destroyed_group():
     with Ranks(2) as ranks:
         assert ranks.run(use_after_destruction) == [True] * 2
+
+
+def let_go_before_the_backward_pass(rank, world_size, path):
+    """Return whether backward passes take place without any other reference to their group."""
+    layer = SyncBatchNorm(3, process_group=make_by_hand(path, rank, world_size))
+    x = torch.rand(2, 3, requires_grad=True)
+    for _ in range(2):
+        layer(x).sum().backward()
+    outputs = []
+    for library in (training.library, None):  # in C++ where it can, and in Python
+        with mock.patch.object(training, "library", library):
+            outputs.append(layer(x))
+    group = weakref.ref(layer.process_group)
+    del layer
+    held = [group() is not None]
+    while outputs:
+        outputs.pop().sum().backward()
+        held.append(group() is not None)
+    return held
+
+
+def test_a_graph_holds_a_group_made_by_hand(two_ranks, tmp_path):
+    held = two_ranks.run(let_go_before_the_backward_pass, str(tmp_path / "store"))
+    assert held == [[True, True, False]] * 2
 
 
 def hold_after_an_error(rank, world_size):
