@@ -14,6 +14,7 @@ import pytest
 import torch
 from support.cases import DTYPES, to_layout
 from torch.profiler import profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from syncbn import SyncBatchNorm, training
 from syncbn.distributed import passes
@@ -88,6 +89,11 @@ def in_a_profile(layer, x):
         return layer(x)
 
 
+def under_a_mode(layer, x):
+    with FlopCounterMode(display=False):
+        return layer(x)
+
+
 def with_an_integral_momentum(layer, x):
     layer.momentum = 1
     return layer(x)
@@ -102,6 +108,7 @@ def with_an_integral_momentum(layer, x):
         with_silu,
         with_gaps,
         in_a_profile,
+        under_a_mode,
         with_an_integral_momentum,
     ],
 )
