@@ -57,8 +57,8 @@ int32_t check_cuda(const Tensor& input) {
   return input.get_device_index();
 }
 
-// Cached per device. The first call also locates the device's counters: a capture could not.
-int count_multiprocessors(int device, void* stream) {
+// Cached per device.
+int count_multiprocessors(int device) {
   static std::mutex mutex;
   static std::map<int, int> known;
   const std::lock_guard<std::mutex> lock(mutex);
@@ -71,7 +71,6 @@ int count_multiprocessors(int device, void* stream) {
     }
     SYNCBN_CHECK(error == cudaSuccess, "syncbn cannot use CUDA device ", device, ": ",
                  cudaGetErrorString(error));
-    locate_counters(device, static_cast<cudaStream_t>(stream));
   }
   return number;
 }
@@ -82,7 +81,7 @@ Device::Device(const Tensor& input)
     : guard_(check_cuda(input)),
       index_(input.get_device_index()),
       stream_(current_stream(index_)),
-      multiprocessors_(count_multiprocessors(index_, stream_)) {}
+      multiprocessors_(count_multiprocessors(index_)) {}
 
 Workspace Device::make_workspace(const Plan& plan, const Tensor& input,
                                  std::vector<Tensor>& keep_alive) const {

@@ -43,7 +43,8 @@ Allotments& allotments() {
   return all;
 }
 
-// Asks for the address, which stays null after an error.
+// Asks for the address, which stays null after an error. Not during a capture: the call may load
+// code, which a capture may forbid.
 void locate(Allotment& allotment) {
   if (allotment.counters == nullptr) {
     void* address = nullptr;
@@ -65,13 +66,6 @@ unsigned int* allot(Allotment& allotment, int64_t number) {
 }
 
 }  // namespace
-
-void locate_counters(int device, cudaStream_t stream) {
-  if (!is_capturing(stream)) {
-    const std::lock_guard<std::mutex> lock(allotments().mutex);
-    locate(allotments().of_device[device]);
-  }
-}
 
 unsigned int* take_counters(int device, cudaStream_t stream, int64_t number) {
   const bool captured = is_capturing(stream);

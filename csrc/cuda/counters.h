@@ -7,10 +7,6 @@
 
 namespace syncbn::cuda {
 
-// Asks for the address of the counters of `device`, the current device, unless `stream` captures:
-// the call may load code, which a capture may forbid.
-void locate_counters(int device, cudaStream_t stream);
-
 // Returns `number` counters of `device`, the current device, which no concurrent launch uses; or
 // null if there are none: then the caller must allocate counters.
 //
