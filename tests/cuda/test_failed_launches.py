@@ -1,5 +1,8 @@
 """A launch fails, and the device stays usable: on the stand-in only."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from support.cuda_device import IS_STANDIN, fail_launch
@@ -35,3 +38,29 @@ def test_running_statistics_and_counter_change_together(shape, momentum):
         assert len(same) == 1, number
     assert num_failed > 0
     assert layer.num_batches_tracked == 10 - num_failed
+
+
+# In a separate process, whose device has failed for good.
+AFTER_A_FAILURE = """
+import ctypes, torch
+from syncbn.ops import usual as ops
+
+x = torch.ones(64, 8, 128, 256, device="cuda")
+totals = ops.batch_norm_stats(x)
+torch.cuda.synchronize()
+ctypes.CDLL(None).standin_fail_launch(1, True)
+for attempt in range(2):
+    try:
+        ops.batch_norm_apply(x, totals, *[None] * 5, 0.1, 1e-5)
+    except RuntimeError as error:
+        print(error)
+        torch.cuda.empty_cache()
+"""
+
+
+def test_an_allocation_after_a_failure_is_not_called_out_of_memory():
+    command = [sys.executable, "-c", AFTER_A_FAILURE]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    assert "cannot allocate 67108864 bytes on CUDA device 0, because an earlier" in said, said
+    assert "perhaps not syncbn's, has failed (CUDA_LAUNCH_BLOCKING=1" in said
+    assert "out of memory" not in said
