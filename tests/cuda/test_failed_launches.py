@@ -1,4 +1,4 @@
-"""A launch fails, and the device stays usable: on the stand-in only."""
+"""A launch fails, and what comes after it: on the stand-in only."""
 
 import subprocess
 import sys
