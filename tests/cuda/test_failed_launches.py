@@ -49,7 +49,7 @@ x = torch.ones(64, 8, 128, 256, device="cuda")
 totals = ops.batch_norm_stats(x)
 torch.cuda.synchronize()
 ctypes.CDLL(None).standin_fail_launch(1, True)
-for attempt in range(2):
+for _ in range(2):  # the first call fails at its launch, the second one at an allocation
     try:
         ops.batch_norm_apply(x, totals, *[None] * 5, 0.1, 1e-5)
     except RuntimeError as error:

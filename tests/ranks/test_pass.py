@@ -95,7 +95,7 @@ def fail_in_cpp(rank, world_size, direction):
         layer.weight.data = torch.ones(5)
 
     def load(saved):
-        is_wrong = rank == 1 and saved.dtype == torch.float64  # the mean
+        is_wrong = rank == 1 and saved.dtype == torch.float64  # mean and invstd
         return saved[:3] if is_wrong else saved
 
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, load):
