@@ -183,8 +183,10 @@ SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t
   constexpr int kSize = P::kSize;
   const Columns<T, Isa> columns{width};
   const int64_t lanes = columns.lanes();
-  alignas(64) A constants[Formula<A>::kConstants][kMaxColumns];
-  alignas(64) A sums[4][kMaxColumns];
+  // A line more than columns: lines at distances of 4 KB share a set of L1.
+  constexpr int64_t kRow = kMaxColumns + kLine / sizeof(A);
+  alignas(64) A constants[Formula<A>::kConstants][kRow];
+  alignas(64) A sums[4][kRow];
   int number = 0;
   const auto lane_constants = column_constants.map([&](const A* of_columns) -> const A* {
     A* const of_lanes = constants[number++];
@@ -212,7 +214,7 @@ SYNCBN_INLINE void column_sums(const SummedTensors<Formula, T>& tensors, int64_t
   const int64_t groups = columns.narrow() ? 0 : rows / kGroup;
   if constexpr (Formula<T>::kStores) {
     // Measured: stores that do not follow the order of memory take twice as long.
-    alignas(64) A group_sums[2][kMaxColumns];
+    alignas(64) A group_sums[2][kRow];
     for (int64_t row = 0; row < groups * kGroup; ++row) {
       for (int64_t lane = 0; lane < lanes; lane += kSize) {
         const int64_t at = row * stride + std::min(lane, width - kSize);
@@ -268,7 +270,7 @@ SYNCBN_INLINE void row_sums(const SummedTensors<Formula, T>& tensors, const Geom
   const int64_t stride = geometry.channels * inner;
   const int64_t width = task.channels * inner;
   const int64_t first = task.begin * stride + task.channel * inner;
-  const int64_t wide = width == stride ? rows_per_wide_row(width, kMaxColumns) : 1;
+  const int64_t wide = width == stride ? rows_per_wide_row(width, kColumns) : 1;
   const bool columns_are_channels = inner == 1 && wide == 1;
   if (!columns_are_channels) {
     std::fill(weights, weights + task.channels, 0);
