@@ -132,6 +132,16 @@ SYNCBN_INLINE void planar_sums(const SummedTensors<Formula, T>& tensors, const G
   constexpr int kSize = P::kSize;
   const auto formula = constants.map(
       [](compute_t<T> constant) __attribute__((always_inline)) { return P::broadcast(constant); });
+  // Measured on Zen 3: in memory, short planes are read up to three times as fast if the next one
+  // is prefetched, because each begins a stream.
+  constexpr int64_t kShortPlaneBytes = 2048;
+  const bool is_short = geometry.inner * static_cast<int64_t>(sizeof(T)) <= kShortPlaneBytes;
+  const int64_t stride = geometry.channels * geometry.inner;
+  const auto prefetch_next_plane = [&](int64_t at) __attribute__((always_inline)) {
+    for (const T* input : tensors.inputs) {
+      prefetch_pack<P, Ahead::kAllLines>(input + at + stride);
+    }
+  };
   CompensatedSum<typename P::Vector> weight_sum{}, product_sum{};
   for (Spans spans(geometry, task.channel, task.begin, task.length); spans.left > 0; spans.next()) {
     const int64_t n = spans.length();
@@ -145,6 +155,9 @@ SYNCBN_INLINE void planar_sums(const SummedTensors<Formula, T>& tensors, const G
           prefetch_pack<P, Ahead::kAllLines>(tensors.inputs[0] + at + kAhead + i * kSize);
         }
       }
+      for (int i = 0; is_short && i < kGroup; ++i) {
+        prefetch_next_plane(at + i * kSize);
+      }
       const Packs group = Packs::template load_packs<kGroup>(tensors, formula, at, kSize);
       weight_sum.add(group.weights.low + group.weights.high);
       product_sum.add(group.products.low + group.products.high);
@@ -154,6 +167,9 @@ SYNCBN_INLINE void planar_sums(const SummedTensors<Formula, T>& tensors, const G
     }
     Packs rest = Packs::zero();
     for (; at + kSize <= end; at += kSize) {
+      if (is_short) {
+        prefetch_next_plane(at);
+      }
       rest.add(Packs::load_pack(tensors, formula, at));
     }
     if (at < end) {
