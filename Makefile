@@ -77,8 +77,8 @@ demo: $(if $(HAS_SYNCBN),,$(VENV)/syncbn.stamp)
 # Operators against float64, the layer against torch's, conversion, compiled layers, several ranks,
 # and the errors of all ranks when one of them fails.
 MAIN_TESTS := $(addprefix tests/,operators/test_batch_norm_*.py operators/test_ops.py \
-    $(patsubst %,layer/test_%.py,accuracy checkpoint checks convert functional modules reference \
-        torch_defects) \
+    $(patsubst %,layer/test_%.py,accuracy checkpoint checks convert convert_failures functional modules \
+        reference torch_defects) \
     $(patsubst %,ranks/test_%.py,agreement alignment collectives faults multi_rank store) \
     $(patsubst %,compile/test_%.py,failures tracers))
 test: $(if $(wildcard $(VENV)/tools.stamp),,$(VENV)/main-tests.stamp) $(VENV)/syncbn.stamp

@@ -65,7 +65,7 @@ ReduceResults batch_norm_backward_reduce(const BackwardArguments& a) {
   const ActivationChoice choice = check_activation_gradient(a, geometry);
   const uint8_t* const mask_data = check_mask(a.mask, input, geometry);
 
-  const Partition partition(geometry, input.scalar_type() == ScalarType::Double);
+  const Partition partition(geometry);
   const auto* means = static_cast<const double*>(a.mean.const_data_ptr());
   const auto* invstds = static_cast<const double*>(a.invstd.const_data_ptr());
   std::vector<double> grads(partition.segments * channels);

@@ -337,7 +337,7 @@ StatsResults batch_norm_stats(const ForwardArguments& a) {
   const Geometry geometry = check_layout("input", input);
   const Tail tail = read_tail(a.tail);
   const uint8_t* const mask_data = check_mask(a.mask, input, geometry);
-  const Partition partition(geometry, input.scalar_type() == ScalarType::Double);
+  const Partition partition(geometry);
   const int64_t channels = geometry.channels;
   std::vector<double> means(partition.segments * channels);
   std::vector<double> m2s(partition.segments * channels);

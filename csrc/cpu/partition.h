@@ -1,5 +1,5 @@
-// The partition of a reduction into tasks. It depends only on shape and dtype, never on the number
-// of threads, and partial results are merged by index: the same bits on every run.
+// The partition of a reduction into tasks. It depends only on the shape, never on the number of
+// threads, and partial results are merged by index: the same bits on every run.
 #pragma once
 
 #include <algorithm>
@@ -10,9 +10,9 @@
 
 namespace syncbn::cpu {
 
-// The maximum number of columns of a task: their sums stay in L1. Tasks of a large input, except in
-// double, have up to kMaxColumns: from memory, whole rows take half as long as parts of rows
-// (measured on Zen 3), because processors prefetch streams. From caches, kColumns are faster.
+// The maximum number of columns of a task: their sums stay in L1. Tasks of a large input have up to
+// kMaxColumns: in memory, processors prefetch whole rows better than parts of rows. In caches,
+// fewer columns are faster. Measured on Zen 3.
 constexpr int64_t kColumns = 512;
 constexpr int64_t kMaxColumns = 1024;
 
@@ -44,19 +44,18 @@ struct Partition {
   int64_t blocks;
   int64_t block_channels;
 
-  Partition(const Geometry& geometry, bool in_double) {
+  explicit Partition(const Geometry& geometry) {
     constexpr int64_t kMaxTasks = 64;
-    constexpr int64_t kMinRows = 128;  // per task: its fixed cost is small then
-    constexpr int64_t kLarge = int64_t{2} << 20;
+    constexpr int64_t kLargeInput = int64_t{2} << 20;  // values
     const bool in_rows = is_in_rows(geometry);
-    const bool wide = in_rows && !in_double && geometry.numel() >= kLarge &&
-                      geometry.channels * geometry.inner > kColumns;
+    const bool wide =
+        in_rows && geometry.numel() >= kLargeInput && geometry.channels * geometry.inner > kColumns;
     const int64_t columns = wide ? kMaxColumns : kColumns;
+    const int64_t min_values = 128 * columns;  // per task: its fixed cost is small then
     length = in_rows ? geometry.outer : geometry.per_channel();
     block_channels = in_rows ? columns / geometry.inner : 1;
     blocks = ceil_div(geometry.channels, block_channels);
-    const int64_t tasks =
-        std::clamp<int64_t>(geometry.numel() / (kMinRows * columns), 1, kMaxTasks);
+    const int64_t tasks = std::clamp<int64_t>(geometry.numel() / min_values, 1, kMaxTasks);
     const int64_t multiple = in_rows ? 16 : 1024;
     segment_length = ceil_div(length, ceil_div(tasks, blocks));
     segment_length = std::max<int64_t>(round_up(segment_length, multiple), multiple);

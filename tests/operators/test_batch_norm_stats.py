@@ -5,10 +5,9 @@ from support.cases import (
     DTYPES,
     EMPTY_SHAPES,
     all_cases,
+    assert_moments_close,
     make_input,
-    per_channel,
     reference_moments,
-    sum_tolerance,
     to_layout,
 )
 
@@ -27,21 +26,7 @@ def test_moments_match_float64(shape, layout, dtype):
 
 
 def check_moments(x):
-    channels, dtype = x.size(1), x.dtype
-    message = ops.batch_norm_stats(x)
-    assert message.dtype == torch.float64
-    assert message.shape == (2 * channels + 1,)
-
-    mean, var, count = read_message(message, channels)
-    expected_mean, expected_var = reference_moments(x)
-    n = x.numel() / channels
-    assert count == n
-    assert ((mean - expected_mean).abs() <= sum_tolerance(dtype, x.double()) / n).all()
-    deviations = x.double() - per_channel(expected_mean, x)
-    # The message's own rounding: float64's eps of the mean square.
-    message_error = 4 * torch.finfo(torch.float64).eps * (expected_mean.square() + expected_var)
-    squares_error = sum_tolerance(dtype, deviations.square()) / n
-    assert ((var - expected_var).abs() <= squares_error + message_error).all()
+    assert_moments_close(ops.batch_norm_stats(x), x.movedim(1, -1).flatten(0, -2))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

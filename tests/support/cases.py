@@ -186,6 +186,24 @@ def reference_moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, (x - per_channel(mean, x)).square().mean(reduced_dims(x))
 
 
+def assert_moments_close(message: Tensor, rows: Tensor) -> None:
+    """Compare a message of the statistics with the moments of its values, [count, channels]."""
+    n, channels = rows.shape
+    assert message.dtype == torch.float64 and message.shape == (2 * channels + 1,)
+    assert message[-1] == n
+    if n == 0:
+        assert not message.any()
+        return
+    mean = message[:channels] / n
+    var = message[channels:-1] / n - mean * mean
+    expected_mean, expected_var = reference_moments(rows)
+    assert ((mean - expected_mean).abs() <= sum_tolerance(rows.dtype, rows.double()) / n).all()
+    # The message's own rounding: float64's eps of the mean square.
+    message_error = 4 * torch.finfo(torch.float64).eps * (expected_mean.square() + expected_var)
+    squares_error = sum_tolerance(rows.dtype, (rows.double() - expected_mean).square()) / n
+    assert ((var - expected_var).abs() <= squares_error + message_error).all()
+
+
 def assert_normalized_close(
     actual: Tensor, expected: Tensor, dtype: torch.dtype, message_error: float = 0.0
 ) -> None:
