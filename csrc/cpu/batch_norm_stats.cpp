@@ -9,7 +9,9 @@
 // A center is rounded to a multiple of about the standard deviation. Its subtraction then loses no
 // bits of the values, and a mean near zero is as accurate as the sum of the values themselves.
 
+#include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "../common/allocate.h"
@@ -83,6 +85,16 @@ SYNCBN_INLINE SegmentMoments moments_of_sums(double count, double center, double
 template <typename A>
 SYNCBN_INLINE A better_center(const SegmentMoments& moments, double count) {
   return static_cast<A>(round_to_multiple(moments.mean, std::sqrt(moments.m2 / count)));
+}
+
+// Rounds a center to a value of T. A rounded mean of halves may be larger than the largest half.
+template <typename T>
+T to_value(compute_t<T> center) {
+  if constexpr (std::is_same_v<T, Half>) {
+    constexpr auto kLargest = static_cast<float>(largest_finite(DType::kHalf));
+    center = std::clamp(center, -kLargest, kLargest);
+  }
+  return static_cast<T>(center);
 }
 
 // Guesses one channel's mean from some of its values.
@@ -182,7 +194,7 @@ void planar_moments(const T* x, const Geometry& geometry, const Task& task,
     double squares;
     if (masked != nullptr) {
       // Masked positions are filled with a value of T: their deviations are exactly zero then.
-      const T fill = static_cast<T>(center);
+      const T fill = to_value<T>(center);
       center = to_compute(fill);
       masked_planar_sums<DeviationTerms, T>(tensors, masked->mask, {&fill}, geometry, task,
                                             {&center}, &deviations, &squares);
@@ -273,7 +285,7 @@ class RowMoments {
   // Rounds centers to T, for masked positions: their deviations are exactly zero then.
   void round_centers() {
     for (int64_t c = 0; c < task_.channels; ++c) {
-      fills_[c] = static_cast<T>(centers_[c]);
+      fills_[c] = to_value<T>(centers_[c]);
       centers_[c] = to_compute(fills_[c]);
     }
   }

@@ -93,6 +93,25 @@ def test_misleading_samples_cost_no_accuracy(layout, dtype):
     assert_moments_close(message, valid(x, mask))
 
 
+@pytest.mark.any_torch
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((1, 3, 128, 128), "contiguous"),
+        ((1, 3, 128, 128), "channels_last"),
+        ((900, 3, 5), "contiguous"),
+    ],
+)
+def test_mean_near_the_largest_half(shape, layout):
+    """The CPU's guess of this mean, 62316, is rounded to a multiple of 16384: 65536."""
+    x = torch.full(shape, 65504.0, dtype=torch.float16)
+    mask = make_mask(x)
+    image, *position = mask.nonzero()[mask.sum() // 16].tolist()  # the first of eight samples
+    x[(image, slice(None), *position)] = 40000.0
+    message = ops.batch_norm_stats(to_layout(spoil(x, mask), layout), mask=mask)
+    assert_moments_close(message, valid(x, mask))
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("positions", [0, 1, 2])
 def test_few_positions(layout, positions):
