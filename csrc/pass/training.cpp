@@ -80,6 +80,12 @@ torch::jit::Stack run(const Operator& op, const Operands&... operands) {
   return op(operands...);
 }
 
+// Returns a gradient in the input's memory format.
+Tensor as_dense(const Tensor& gradient, at::MemoryFormat format) {
+  const py::gil_scoped_release no_gil;
+  return gradient.contiguous(format);
+}
+
 constexpr auto kNone = std::nullopt;
 
 // The sums of the statistics over the ranks.
@@ -111,7 +117,7 @@ struct Reduction {
 torch::jit::Stack sum_gradients(const Reduction& r, const Step& step, const py::object& record) {
   torch::jit::Stack sums;
   try {
-    const Tensor dy = r.grad_output.contiguous(r.format);
+    const Tensor dy = as_dense(r.grad_output, r.format);
     if (r.output) {
       sums = run(operators().batch_norm_backward_reduce_dz, dy, r.input, r.mean, r.invstd,
                  r.weight_dtype, r.bias_dtype, step.tail(), kNone, r.activation, r.negative_slope,
@@ -230,6 +236,7 @@ OptionalTensor empty_constants(const Arguments& a) {
   if (a.activation == 0) {
     return std::nullopt;
   }
+  const py::gil_scoped_release no_gil;
   return at::empty({2 * a.input.size(1)}, a.input.options().dtype(at::kDouble));
 }
 
@@ -274,7 +281,7 @@ std::optional<torch::jit::Stack> normalize(const Arguments& a, const py::object&
 
 bool Backward::is_usual() const {
   return needs_grad_input && !at::GradMode::is_enabled() && !is_observed() &&
-         has_operators(grad_output) && has_operators(input());
+         has_operators(grad_output) && has_operators(input()) && input().dim() >= 2;
 }
 
 variable_list Backward::run() const {
@@ -321,7 +328,7 @@ std::optional<variable_list> Backward::run_usual() const {
   torch::jit::Stack results;  // grad_input, grad_weight, grad_bias, dz
   if (state.is_none() && !r.output) {
     try {
-      const Tensor dy = grad_output.contiguous(*format);
+      const Tensor dy = as_dense(grad_output, *format);
       results = pass::run(operators().batch_norm_backward, dy, r.input, r.mean, r.invstd, weight(),
                           count(), r.weight_dtype, r.bias_dtype, r.constants, r.activation,
                           r.negative_slope, kNone);

@@ -233,6 +233,29 @@ def test_failure_is_raised_once_though_devices_lag(world):
     assert all(world.run(fail_and_continue_at_once, world.backend == "nccl"))
 
 
+def fail_before_a_layer_on_the_cpu(rank, world_size):
+    """Rank 1 fails in a layer on CUDA; rank 0 goes on, without waiting, to a layer on the CPU."""
+    on_cuda, on_cpu = SyncBatchNorm(3), SyncBatchNorm(3, device="cpu")
+    x = torch.rand(4, 3)
+    for _ in range(2):
+        on_cuda(x)
+        on_cpu(x.cpu())
+    x_on_cpu = x.cpu()
+    with pytest.raises((RuntimeError, TypeError)) as error:
+        on_cuda(x.long() if rank == 1 else x)
+        on_cpu(x_on_cpu)
+    return str(error.value), on_cpu(x_on_cpu).isfinite().all().item()
+
+
+def test_layer_on_the_cpu_hears_of_a_failure_on_cuda(ranks):
+    (heard, trains), (said, also_trains) = ranks(2, "gloo", "cuda").run(
+        fail_before_a_layer_on_the_cpu
+    )
+    assert "another rank of the process group aborted it" in heard
+    assert "expected input of dtype" in said
+    assert trains and also_trains
+
+
 def fail_last(rank, world_size):
     """Rank 1 fails and stops; rank 0 runs another pass, learns of it, and uses its device."""
     layer = SyncBatchNorm(3)

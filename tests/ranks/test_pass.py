@@ -87,16 +87,19 @@ def test_both_kinds_share_the_state_of_the_group(two_ranks):
         assert in_row == [1, 2, 3]  # forward passes after a backward one
 
 
-def fail_in_cpp(rank, world_size, direction):
+def fail_in_cpp(rank, world_size, wrong):
     layer = SyncBatchNorm(4)
     for _ in range(2):
         layer(torch.randn(4, 4, requires_grad=True)).sum().backward()
-    if rank == 1 and direction == "forward":
+    if rank == 1 and wrong == "weight":
         layer.weight.data = torch.ones(5)
 
     def load(saved):
-        is_wrong = rank == 1 and saved.dtype == torch.float64  # mean and invstd
-        return saved[:3] if is_wrong else saved
+        if rank == 1 and wrong == "statistics" and saved.dtype == torch.float64:
+            return saved[:3]
+        if rank == 1 and wrong == "input" and saved.dim() == 2:
+            return saved.flatten()
+        return saved
 
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, load):
         output = layer(torch.randn(4, 4, requires_grad=True))
@@ -104,9 +107,12 @@ def fail_in_cpp(rank, world_size, direction):
     output.sum().backward()
 
 
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_an_error_of_an_operator_names_the_layer_and_fails_the_others(direction, two_ranks):
-    other, failed = two_ranks.outcomes(fail_in_cpp, direction)
+@pytest.mark.parametrize(
+    ("wrong", "direction"),
+    [("weight", "forward"), ("statistics", "backward"), ("input", "backward")],
+)
+def test_an_error_of_an_operator_fails_the_others(wrong, direction, two_ranks):
+    other, failed = two_ranks.outcomes(fail_in_cpp, wrong)
     assert failed.kind == "ValueError" and failed.message.endswith("[rank 1 of 2]"), failed.message
     assert other.kind == "RuntimeError" and "rank 1" in other.message, other.message
     assert f"aborted this {direction} pass" in other.message
