@@ -182,7 +182,9 @@ def is_in_cuda_graph(tensor: Tensor) -> bool:
     if not tensor.is_cuda:
         return False
     trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")  # its import takes a second
-    if trees is not None:
+    # In other threads torch 2.11 has no manager, and an assertion fails.
+    name = "tree_manager_containers"
+    if trees is not None and (hasattr(trees.local, name) or torch._C._is_key_in_tls(name)):
         manager = trees.get_manager(tensor.device.index, create_if_none_exists=False)
         if manager is not None and manager.path_state is not trees.ExecutionState.NONE:
             return True

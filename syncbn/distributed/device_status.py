@@ -4,6 +4,9 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
+from syncbn import _compat
 
 # Between two questions to a device whether it has come to a launch.
 _STALL_SECONDS = 1.0
@@ -18,9 +21,9 @@ class DeviceStatus:
         self._wait_seconds = wait_seconds if pins else None
         self._stream: torch.cuda.Stream | None = None
         # 0, or the sum of the fingerprints of a pass; negative if a rank has aborted it.
-        self.note = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=pins)
-        # Made now, because a device that is full has no memory when it is needed.
-        self._zero = torch.zeros_like(self.note, device=device)
+        with _compat.without_dispatch_modes(), torch.inference_mode(False):
+            self.note = torch.zeros(1, dtype=torch.float64, device="cpu", pin_memory=pins)
+        self._zero: Tensor | None = None
         # Recorded when the device has cleared the note; None before the first time.
         self._cleared: torch.cuda.Event | None = None
         # Recorded when the device was last asked, and the time of the next question.
@@ -35,21 +38,39 @@ class DeviceStatus:
         """
         if self._wait_seconds is not None and self._stream is not None:
             has_come(self._stream, self._wait_seconds)
-        if self.note.item() == 0 or not (self._cleared is None or self._cleared.query()):
-            return 0.0
+        if self._cleared is not None:
+            if torch.cuda.is_current_stream_capturing() or not self._cleared.query():
+                return 0.0
+            self._cleared = None
         return self.note.item()
 
     def note_pass(self) -> None:
         """Note the stream of a pass before its last operator."""
         if self._wait_seconds is not None:
             self._stream = torch.cuda.current_stream(self._device)
+        if self._zero is None and self._device.type == "cuda":
+            self._make_zero()
+
+    def _make_zero(self) -> None:
+        """Keep a zero for :meth:`clear`, for which a full device has no memory.
+
+        A CUDA graph's memory must not be kept.
+        """
+        if not torch.cuda.is_current_stream_capturing():
+            zero = self._new_zero()
+            self._zero = None if _compat.is_in_cuda_graph(zero) else zero
+
+    def _new_zero(self) -> Tensor:
+        with _compat.without_dispatch_modes(), torch.inference_mode(False):
+            return torch.zeros_like(self.note, device=self._device)
 
     def clear(self) -> None:
         """Clear the note, and the notes of passes that are queued on the device."""
         if self._device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             self.note.zero_()
             return
-        self.note.copy_(self._zero, non_blocking=True)
+        zero = self._new_zero() if self._zero is None else self._zero
+        self.note.copy_(zero, non_blocking=True)
         self._cleared = torch.cuda.current_stream(self._device).record_event()
 
     def has_stalled(self) -> bool:

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support import ops
 from support.cases import make_input
 from torch import nn
 
-from syncbn import SyncBatchNorm, convert_sync_batchnorm
+from syncbn import SyncBatchNorm, _compat, convert_sync_batchnorm
 
 pytestmark = [
     pytest.mark.cuda,
@@ -190,3 +191,12 @@ def test_make_graphed_callables():
     for a, b in zip(model.state_dict().values(), eager.state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     assert model[1].num_batches_tracked.item() == 3
+
+
+def test_other_threads_capture_nothing():
+    """Torch 2.11 has the manager of Inductor's graphs in some threads only."""
+    import torch._inductor.cudagraph_trees
+
+    tensor = torch.ones(1)
+    with ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(_compat.is_in_cuda_graph, tensor).result()
