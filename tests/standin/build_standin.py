@@ -68,7 +68,8 @@ def dependencies(target: Path) -> list[Path]:
     listed = target.with_suffix(".d")
     if not listed.exists():
         return [target]
-    paths = [Path(word) for word in listed.read_text().replace("\\\n", " ").split()[1:]]
+    _, _, names = listed.read_text().replace("\\\n", " ").partition(":")
+    paths = [Path(name) for name in names.split()]
     return paths if all(path.exists() for path in paths) else [target]
 
 

@@ -6,11 +6,12 @@ import pytest
 pytestmark = pytest.mark.any_torch
 
 
-def test_object_is_old_if_a_file_that_it_was_compiled_from_is_gone(tmp_path):
+@pytest.mark.parametrize("colon", [":", " :"], ids=["g++", "nvcc"])
+def test_object_is_old_if_a_file_that_it_was_compiled_from_is_gone(tmp_path, colon):
     """As in a build folder that was moved with its objects."""
     header, target = tmp_path / "kernel.h", tmp_path / "kernel.o"
     header.touch()
-    target.with_suffix(".d").write_text(f"{target}: {header} \\\n")
+    target.with_suffix(".d").write_text(f"{target}{colon} {header} \\\n")
     target.touch()
     assert build_standin.dependencies(target) == [header]
     header.unlink()
