@@ -281,6 +281,12 @@ def start_sum(tensor: Tensor, group: ProcessGroup) -> Work | None:
     return dist.all_reduce(tensor, group=group, async_op=True)  # type: ignore[no-any-return]
 
 
+# The last comparison's collectives. A thread of gloo frees a collective that nobody else holds, and
+# needs the GIL for its tensors. A process that exits just then is aborted: "terminate called
+# without an active exception".
+_last_works: list[Work | None] = []
+
+
 def are_equal(digests: list[tuple[ProcessGroup, bytes]]) -> list[bool]:
     """Return for each group whether its ranks gave the same 16 bytes, by one collective for each.
 
@@ -292,6 +298,7 @@ def are_equal(digests: list[tuple[ProcessGroup, bytes]]) -> list[bool]:
         numbers = torch.tensor([parts, [-part for part in parts]], device=likely_device(group))
         work = dist.all_reduce(numbers, dist.ReduceOp.MAX, group=group, async_op=True)
         started.append((numbers, work))
+    _last_works[:] = [work for _, work in started]
     equal = []
     for numbers, work in started:
         if work is not None:
