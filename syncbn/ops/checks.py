@@ -71,10 +71,7 @@ def check_call(input: Tensor, arguments: Arguments) -> None:
         expected = "at least 2D" if dims is None else " or ".join(f"{dim}D" for dim in dims)
         raise ValueError(f"expected {expected} input (got {number}D input)")
     if num_features is not None and shape[1] not in (num_features, 0):
-        raise ValueError(
-            f"expected input to have {num_features} channels (num_features), but got "
-            f"{shape[1]} in input of shape {list(shape)}"
-        )
+        check_channels(shape, arguments)
     eps = arguments.eps
     if type(eps) is not float or not 0 <= eps < math.inf:
         check_eps(eps)
@@ -82,6 +79,19 @@ def check_call(input: Tensor, arguments: Arguments) -> None:
     if arguments.activation is not None or type(slope) is not float or slope != 0.01:
         epilogue.check_activation(arguments.activation)
         epilogue.check_negative_slope(arguments.negative_slope)
+
+
+def check_channels(shape: torch.Size, arguments: Arguments) -> None:
+    """Raise ValueError unless weight, bias and running statistics have the input's channels.
+
+    Torch never compares ``num_features``: pruning leaves it, and a lazy layer whose weight came
+    from a state_dict has 0.
+    """
+    if any(vector is not None and vector.shape != shape[1:2] for vector in arguments.vectors):
+        raise ValueError(
+            f"expected input to have {arguments.num_features} channels (num_features), but got "
+            f"{shape[1]} in input of shape {list(shape)}"
+        )
 
 
 def explain(error: Exception, input: object, arguments: Arguments) -> Exception:
