@@ -166,6 +166,18 @@ class SyncBatchNorm(BatchNormBase):
         else:
             super().reset_parameters()
 
+    def reset_running_stats(self) -> None:
+        """Reset the running statistics; a frozen layer keeps them, and warns."""
+        state = vars(self).get("_syncbn")  # torch's constructor calls this before there is one
+        if state is None or state.frozen is None:
+            super().reset_running_stats()
+            return
+        warnings.warn(
+            f"the running statistics of the layer {state.identity.name!r} are frozen and were not "
+            "reset; call syncbn.unfreeze_statistics first",
+            stacklevel=2,
+        )
+
     def train(self, mode: bool = True) -> "Self":
         """Set the mode; a frozen layer stays in evaluation, see :func:`syncbn.freeze_statistics`.
 

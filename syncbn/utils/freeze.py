@@ -29,9 +29,10 @@ def freeze_statistics(model: nn.Module, affine: bool = False) -> None:
     """Keep a model's :class:`syncbn.SyncBatchNorm` layers in evaluation, for fine-tuning.
 
     They normalize by their running statistics, do not update them and make no collective, until
-    :func:`unfreeze_statistics`; ``model.train()`` does not change their mode. Copies and pickles
-    are frozen too; a state_dict does not show it. Layers without running statistics are skipped. Of
-    several calls the last one decides.
+    :func:`unfreeze_statistics`; ``model.train()`` does not change their mode, and
+    ``reset_running_stats()``, which ``update_bn`` calls, only warns. Copies and pickles are frozen
+    too; a state_dict does not show it. Layers without running statistics are skipped. Of several
+    calls the last one decides.
 
     Args:
         model: The model; its layers are changed in place. Other classes' layers are not.
@@ -113,6 +114,14 @@ def _set_flags(layer: SyncBatchNorm, flags: dict[str, bool]) -> None:
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
 
 
+# The parameters that weight and bias are, or are made of by torch.nn.utils.prune and .parametrize.
+_AFFINE = ("weight", "bias", "weight_orig", "bias_orig")
+_PARAMETRIZED = ("parametrizations.weight.", "parametrizations.bias.")
+
+
 def _parameters(layer: SyncBatchNorm) -> dict[str, nn.Parameter]:
-    own = {"weight": layer.weight, "bias": layer.bias}
-    return {name: parameter for name, parameter in own.items() if parameter is not None}
+    return {
+        name: parameter
+        for name, parameter in layer.named_parameters(remove_duplicate=False)
+        if name in _AFFINE or name.startswith(_PARAMETRIZED)
+    }

@@ -6,6 +6,9 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.prune import l1_unstructured
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 from syncbn import (
     SyncBatchNorm,
@@ -145,6 +148,36 @@ def test_a_subclass_with_a_train_of_its_own():
     freeze_statistics(model)
     model.train()
     assert isinstance(model[0], Loud) and model[0].loud and not model[0].training
+
+
+def test_update_bn_keeps_frozen_statistics():
+    model = make_model()
+    freeze_statistics(model)
+    averaged = AveragedModel(model)
+    averaged.module[1].running_mean += 1
+    with pytest.warns(UserWarning, match="of the layer '1' are frozen and were not reset"):
+        update_bn([make_input()], averaged)
+    assert averaged.module[1].running_mean.tolist() == [1.0] * 4
+
+
+def prune(layer):
+    l1_unstructured(layer, "weight", 0.5)
+    return layer.weight_orig
+
+
+def parametrize(layer):
+    register_parametrization(layer, "weight", nn.Identity())
+    return layer.parametrizations.weight.original
+
+
+@pytest.mark.parametrize("change", [prune, parametrize])
+def test_parameters_that_weights_are_made_of_are_frozen(change):
+    model = make_model()
+    original = change(model[1])
+    freeze_statistics(model, affine=True)
+    assert not original.requires_grad and not model[1].bias.requires_grad
+    unfreeze_statistics(model)
+    assert original.requires_grad and model[1].bias.requires_grad
 
 
 def test_only_our_layers_and_those_with_statistics():
