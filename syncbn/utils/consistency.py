@@ -32,7 +32,8 @@ def check_synchronized(model: nn.Module) -> None:
     Compares weight, bias, running_mean, running_var and num_batches_tracked of each layer over the
     ranks of its process group, which all call this: digests, in one collective of 64 bytes for each
     group where all is equal. A NaN equals the same NaN. Ranks outside of a layer's group skip it.
-    Where torch.distributed is not initialized, and in groups of one rank, nothing is to compare.
+    Sharded parameters, as of FSDP2, are not compared: each rank holds another part of them. Where
+    torch.distributed is not initialized, and in groups of one rank, nothing is to compare.
 
     Args:
         model: The model; nothing in it is changed. Its layers are compared by their names in it.
@@ -87,11 +88,19 @@ def check_synchronized(model: nn.Module) -> None:
 def _contents(name: str, layer: SyncBatchNorm) -> Table:
     tensors = {tensor: getattr(layer, tensor) for tensor in _TENSORS}
     return {
-        (name, tensor): _content(value) for tensor, value in tensors.items() if value is not None
+        (name, tensor): _content(value)
+        for tensor, value in tensors.items()
+        if value is not None and not _is_sharded(value)
     }
 
 
+def _is_sharded(tensor: Tensor) -> bool:
+    return any(placement.is_shard() for placement in getattr(tensor, "placements", ()))
+
+
 def _content(tensor: Tensor) -> Content:
+    if hasattr(tensor, "to_local"):  # a DTensor, which has no memory of its own
+        tensor = tensor.to_local()
     values = tensor.detach().reshape(-1).cpu().contiguous().view(torch.uint8)
     data = ctypes.string_at(values.data_ptr(), values.numel()) if values.numel() else b""
     dtype = str(tensor.dtype).removeprefix("torch.")

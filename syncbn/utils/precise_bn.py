@@ -331,7 +331,7 @@ def _kept_buffers(model: nn.Module) -> Iterator[None]:
             for module, name, buffer, value in kept:
                 if getattr(module, name, None) is not buffer:
                     setattr(module, name, buffer)
-                if not torch.equal(buffer, value):
+                if buffer.layout != torch.strided or not torch.equal(buffer, value):
                     buffer.copy_(value)
 
 

@@ -158,6 +158,7 @@ class Counting(nn.Module):
         self.norm, self.others = SyncBatchNorm(3, dtype=torch.float64), nn.BatchNorm2d(3).double()
         self.register_buffer("replaced", torch.zeros(2))
         self.register_buffer("changed", torch.full((2,), torch.nan))
+        self.register_buffer("sparse", torch.eye(2).to_sparse())
 
     def forward(self, x):
         self.replaced = self.replaced + 1

@@ -8,6 +8,9 @@ import torch.distributed as dist
 from support.groups import make_by_hand
 from support.ranks import Failure
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from syncbn import SyncBatchNorm, check_synchronized, freeze_statistics
 
@@ -66,6 +69,31 @@ def check_messages(messages, words):
         assert message == messages[0]
         assert message.startswith("expected the SyncBatchNorm layers of all ranks of a group to")
         assert re.search(words, message), message
+
+
+def check_sharded(rank, world_size, what):
+    model = make_model(4)
+    if what == "statistics" and rank == 1:
+        model.norm.running_mean[0] = 1.0
+    with torch.no_grad():
+        model.norm.weight.copy_(torch.arange(4.0))
+    if what == "replicated":
+        weight = torch.full((4,), float(rank))
+        mesh = init_device_mesh("cpu", (world_size,))
+        weight = DTensor.from_local(weight, mesh, [Replicate()], run_check=False)
+        model.norm.weight = nn.Parameter(weight)
+    else:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    check_synchronized(model)
+
+
+def test_tensors_of_fsdp2(two_ranks):
+    """Parts of a weight differ. All else is compared, also tensors that a mesh replicates."""
+    two_ranks.run(check_sharded, "weight")
+    words = "'norm': running_mean is float32 .* on rank 0, of other values on rank 1"
+    check_messages(two_ranks.run(message_of, "check_sharded", "statistics"), words)
+    words = "'norm': weight is float32 .* on rank 0, of other values on rank 1"
+    check_messages(two_ranks.run(message_of, "check_sharded", "replicated"), words)
 
 
 def special_values(rank, world_size, negative_zero):
