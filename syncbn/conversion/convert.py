@@ -199,7 +199,8 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: ``module`` is not a module, or a layer cannot get its class back.
-        ValueError: A module whose code is fused has been compiled by itself.
+        ValueError: A module whose code is fused has been compiled by itself, or has got another
+            class, as by fully_shard.
 
     Nothing has been changed where an error is raised.
 

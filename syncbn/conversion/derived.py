@@ -53,6 +53,8 @@ class _Derived(SyncBatchNorm):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce as the user's class does. Loading the pickle converts the layer again."""
+        if "_syncbn_original" not in vars(type(self)):  # of a class that others have derived
+            return super().__reduce_ex__(protocol)
         reduced = reduce_as(self, self._syncbn_original, protocol)
         if isinstance(reduced, str):  # the name of an object that exists
             return reduced

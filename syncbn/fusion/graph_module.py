@@ -133,13 +133,25 @@ class FusedModule(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Reduce as the original class does. Loading the pickle fuses the module again."""
+        if self._syncbn_has_other_class():
+            return super().__reduce_ex__(protocol)
         reduced = reduce_as(self, self._syncbn_original, protocol)
         if isinstance(reduced, str):  # the name of an object that exists
             return reduced
         make, arguments, *state = reduced
         return _reconstruct, ("fused", make, arguments), *state
 
+    def _syncbn_has_other_class(self) -> bool:
+        """Whether other code, such as fully_shard, has derived a class from the fused one."""
+        return "_syncbn_code" not in vars(type(self))
+
     def _syncbn_undo(self) -> nn.Module:
+        if self._syncbn_has_other_class():
+            raise ValueError(
+                f"a {self._syncbn_original.__name__} has been fused, and then other code has "
+                f"changed its class to {type(self).__name__}, which would be lost; revert the "
+                "model before that"
+            )
         set_class(self, self._syncbn_original)
         return self
 

@@ -106,6 +106,9 @@ def _match(root: nn.Module, layer: Node, taken: set[Node]) -> Match:
     activation = _activation_of(root, node)
     if activation is None:
         raise _NotFused(f"is followed by {_describe(root, node)}, which cannot be fused")
+    # The fused backward pass needs the output, which torch lets later code change in place.
+    if addition is not None and activation[0] == "leaky_relu" and not _is_in_place(root, node):
+        raise _NotFused("is followed by an addition and a leaky ReLU that is not in place")
     if addition is not None and activation[0] not in epilogue.FROM_OUTPUT:
         _check_stays(root, _other_addend(root, addition, nodes)[0], addition)
     return Match([*nodes, node], addition, activation)
@@ -153,6 +156,9 @@ def _is_in_place(root: nn.Module, node: Node) -> bool:
     """Whether the node writes to its first argument."""
     if node.op == "call_module":
         return getattr(_called(root, node), "inplace", False) is True
+    is_true = any(value is True for value in (*node.args, node.kwargs.get("inplace")))
+    if is_true or "out" in node.kwargs:
+        return True  # an argument that is True may be the inplace of F.relu or another function
     name = str(getattr(node.target, "__name__", node.target))
     is_named = name.endswith("_") and not name.endswith("__")
     return is_named or node.target in IN_PLACE_OPERATORS.values()

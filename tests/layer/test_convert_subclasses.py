@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.subclasses import Square, Unchecked, WithoutMethods, images
 from torch import nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from syncbn import (
     SyncBatchNorm,
@@ -71,6 +72,13 @@ INPUTS = {
     Unwrapping: lambda: {"points": images()[:, :, 0, 0]},
     Stepping: lambda: images().unflatten(0, (2, 2)),
 }
+
+
+def test_pickle_of_a_parametrized_subclass_is_torchs_error():
+    layer = convert_sync_batchnorm(nn.Sequential(Doubled(3)))[0]
+    register_parametrization(layer, "weight", nn.Identity())
+    with pytest.raises(RuntimeError, match="Serialization of parametrized modules is only"):
+        pickle.dumps(layer)
 
 
 @pytest.mark.parametrize("cls", INPUTS)

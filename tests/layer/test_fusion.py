@@ -255,6 +255,14 @@ def test_compiled_model_is_an_error_and_nothing_is_changed(whole):
     assert isinstance(fuse_activations(model)[2], FusedActivation)
 
 
+def test_revert_of_a_fused_module_that_has_got_another_class_is_an_error():
+    model = nn.Sequential(norm(), fuse_activations(Called()))
+    model[1].__class__ = type("Sharded", (type(model[1]),), {})
+    with pytest.raises(ValueError, match="changed its class to Sharded, which would be lost"):
+        revert_sync_batchnorm(model)
+    assert isinstance(model[0], SyncBatchNorm) and type(model[1]).__name__ == "Sharded"
+
+
 def test_revert_of_a_fused_module_that_has_been_compiled_is_an_error():
     model = torch.compile(fuse_activations(Called()), backend="eager")
     with pytest.raises(ValueError, match="has been fused and then compiled by itself"):

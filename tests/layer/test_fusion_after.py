@@ -164,11 +164,11 @@ def test_fused_places_call_the_layers_own_fused_pass(monkeypatch):
 
 
 def test_an_activation_that_changes_later_is_called():
-    model = fuse_activations(block(lambda m, x: m.leaky(m.bn1(x) + m.silu(m.bn2(x)))))
+    model = fuse_activations(block(lambda m, x: m.leaky(m.bn1(x)) + m.silu(m.bn2(x))))
     x = make_input()
     model.leaky.negative_slope = 0.7
     model.silu = nn.GELU()
-    other = block(lambda m, x: m.leaky(m.bn1(x) + m.silu(m.bn2(x))))
+    other = block(lambda m, x: m.leaky(m.bn1(x)) + m.silu(m.bn2(x)))
     other.leaky.negative_slope = 0.7
     other.silu = nn.GELU()
     torch.testing.assert_close(model(x), other(x))  # float64, by its default tolerances

@@ -259,6 +259,12 @@ def maybe_convolved(m, x):
     return m.relu(y + F.relu_(x))
 
 
+def change_the_addend_by_an_argument(m, x):
+    x = x * 1
+    y = m.silu(m.bn1(x) + x)
+    return y + F.relu(x, inplace=True)
+
+
 def add_to_an_addend_that_changes(m, x):
     other = x * 1
     y = F.silu(m.bn1(x * 2) + other)
@@ -329,6 +335,8 @@ LEFT = [
     (read_a_buffer_before_the_addition, "its buffers are used before the addition, in bn1.num_b"),
     (share_buffers_before_the_addition, "its buffers are used before the addition, in SyncBatchN"),
     (maybe_convolved, "its input may change before the addition, in relu_"),
+    (lambda m, x: m.leaky(m.bn1(x) + x), "is followed by an addition and a leaky ReLU that is"),
+    (change_the_addend_by_an_argument, "the other addend, which backward needs, changes later, in"),
     (add_to_an_addend_that_changes, "the other addend, which backward needs, changes later, in"),
     (draw, "the code of Block draws random numbers that its graph would keep"),
     (
