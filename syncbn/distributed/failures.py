@@ -190,7 +190,8 @@ def check_before(record: PassRecord) -> None:
     if state is None:
         return
     if state.is_misaligned or state.statuses.by_device:
-        _check_earlier_passes(state)
+        with _told_of_lost_devices(state):
+            _check_earlier_passes(state)
     join = _compat.join_config() if record.direction == "forward" else None
     if join is not None and join.enable and not join.throw_on_early_termination:
         text = (
@@ -325,12 +326,25 @@ def wait_for(state: GroupState, record: PassRecord, device: torch.device) -> Non
         return failed is not None
 
     seconds, stream = state.timeout, torch.cuda.current_stream(device)
-    if not has_come(stream, seconds, is_known) and failed is None:
+    with _told_of_lost_devices(state):
+        is_late = not has_come(stream, seconds, is_known)
+    if is_late and failed is None:
         late = TimeoutError(f"the sums of an earlier pass did not come in {seconds:.0f} s")
         raise errors.of_collective(late, record) from None
     if failed is not None:
         raise _of_earlier_pass(failed)
     _check_earlier_passes(state)
+
+
+@contextlib.contextmanager
+def _told_of_lost_devices(state: GroupState) -> Iterator[None]:
+    """Tell the other ranks of an error that a question to a device of this rank raises."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(has_failed(device) for device in state.statuses.by_device):
+            alignment.leave(text_of(error))
+        raise
 
 
 def _failed(state: GroupState) -> GroupState | None:

@@ -1,5 +1,6 @@
 """Ranks over NCCL whose device is full or has failed, and failures in one of several groups."""
 
+import contextlib
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from support.cuda_device import IS_STANDIN, fail_launch
 from support.ranks import Ranks
 
-from syncbn import SyncBatchNorm
+from syncbn import SyncBatchNorm, ops
 
 pytestmark = pytest.mark.cuda
 
@@ -107,6 +108,7 @@ DIRECTIONS = {
     "statistics": ("forward", 1),
     "apply": ("forward", 2),
     "backward-apply": ("backward", 3),
+    "question": ("question", 1),
 }
 
 
@@ -120,11 +122,16 @@ def run_with_failed_device(rank, world_size, point):
 
     def run():
         direction, number = DIRECTIONS[point]
+        if rank == 1 and direction == "question":
+            fail_launch(number, ends_device=True)
+            with contextlib.suppress(RuntimeError):
+                ops.usual.batch_norm_stats(inputs[0].detach())
+            time.sleep(1.1)  # after a second a pass asks the device
         if rank == 1 and direction == "forward":
             fail_launch(number, ends_device=True)
         outputs = [layer(x) for layer, x in zip(layers, inputs, strict=True)]
         loss = sum(output.square().sum() for output in outputs)
-        if rank == 1:
+        if rank == 1 and direction == "backward":
             fail_launch(number, ends_device=True)
         loss.backward()
 
@@ -141,8 +148,9 @@ def run_with_failed_device(rank, world_size, point):
 def test_rank_with_a_failed_device_tells_the_others(point):
     with Ranks(2, OVER_NCCL, backend="nccl", device="cuda", case_seconds=90) as ranks:
         (words, seconds, again), (own, *_) = ranks.run(run_with_failed_device, point)
-    assert "a planted failure" in own
-    assert "another rank has failed; rank 1: RuntimeError: syncbn: a CUDA kernel" in words, words
+    assert ("CUDA error" if point == "question" else "a planted failure") in own, own
+    text = "CUDA error" if point == "question" else "RuntimeError: syncbn: a CUDA kernel"
+    assert f"another rank has failed; rank 1: {text}" in words.replace("AcceleratorError: ", "")
     assert "rank 1 can take part in no collective any more" in words
     assert seconds < 15
     assert "rank 1 can take part in no collective any more" in again
