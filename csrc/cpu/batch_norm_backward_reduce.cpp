@@ -19,8 +19,8 @@
 namespace syncbn::cpu {
 namespace {
 
-// Computes the sums of each segment and channel, [segments][channels]. With a mask, dz is zero at
-// masked positions: dy is zero there, and its factors are finite because x is near the mean.
+// Computes the sums of each segment and channel, [segments][channels]. Masked positions add zeros:
+// dy is zero there, and x near the mean.
 template <template <typename> class Formula, typename T>
 void sum_segments(const Geometry& geometry, const Partition& partition, const uint8_t* mask,
                   const SummedTensors<Formula, T>& tensors, const Formula<const double*>& constants,

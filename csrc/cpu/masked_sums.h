@@ -64,6 +64,8 @@ void masked_planar_sums(const SummedTensors<Formula, T>& tensors, const uint8_t*
     *weights += weight;
     *products += product;
     if constexpr (Formula<T>::kStores) {
+      // The gradient of SiLU is NaN even at masked positions of a channel that is not finite.
+      dispatch_isa<ClearPlanes<T>>(memory.output(), mask + begin, &of_chunk, int64_t{0}, count);
       const T* from = memory.output();
       for (Spans spans(geometry, task.channel, begin, count); spans.left > 0; spans.next()) {
         std::copy_n(from, spans.length(), tensors.output + spans.offset);
@@ -117,6 +119,9 @@ void masked_row_sums(const SummedTensors<Formula, T>& tensors, const uint8_t* ma
       }
     }
     if constexpr (Formula<T>::kStores) {
+      if (inner > 1) {
+        dispatch_isa<ClearRows<T>>(memory.output(), of_rows, &of_chunk, rows, &lanes[0]);
+      }
       const T* from = memory.output();
       for (int64_t row = 0; row < rows; ++row) {
         T* const to = tensors.output + at + row * stride;

@@ -80,7 +80,10 @@ def call_filled(
             if name == "batch_norm_backward_reduce_dz" and others[-2] is not None:
                 others[-2] = clear(others[-2], mask)  # the residual; an output has zeros there
             # Masked positions contribute nothing: dy is 0 there.
-            return operator(clear(first, mask), fill(others[0], mask)[0], *others[1:])
+            results = operator(clear(first, mask), fill(others[0], mask)[0], *others[1:])
+            for dz in results[3:]:  # not 0 in a channel that is not finite
+                dz.masked_fill_(~mask.unsqueeze(1), 0.0)
+            return results
         case _:
             results = operator(*operands)
             output = results if isinstance(results, Tensor) else results[0]

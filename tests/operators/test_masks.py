@@ -219,6 +219,27 @@ def test_stored_gradients_are_those_without_a_mask_or_zero(shape, layout, dtype,
 
 
 @pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((2, 3, 40), "contiguous"),
+        ((2, 3, 5), "contiguous"),
+        ((2, 3, 4, 5), "channels_last"),
+    ],
+)
+def test_stored_gradients_are_zero_beside_an_infinity(shape, layout):
+    x, dy, residual, mask = operands(shape, layout, torch.float32)
+    x[(0, 0, *mask[0].nonzero()[0].tolist())] = torch.inf
+    statistics = torch.full((3,), torch.nan, dtype=torch.float64)
+    sums = (torch.float64, torch.float64, None)
+    epilogue_gradient = (torch.full((6,), torch.nan).double(), NUMBERS["silu"], 0.0)
+    *_, dz = ops.batch_norm_backward_reduce_dz(
+        dy, x, statistics, statistics, *sums, *epilogue_gradient, residual, None, mask=mask
+    )
+    assert torch.equal(dz.isnan(), mask.unsqueeze(1).expand_as(dz))
+    assert not dz.movedim(1, -1)[~mask].any()
+
+
+@pytest.mark.parametrize(
     ("layout", "dtype"), [("contiguous", torch.float64), ("channels_last", torch.bfloat16)]
 )
 @pytest.mark.parametrize("name", MASKED_OPS)
