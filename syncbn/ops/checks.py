@@ -82,12 +82,14 @@ def check_call(input: Tensor, arguments: Arguments) -> None:
 
 
 def check_channels(shape: torch.Size, arguments: Arguments) -> None:
-    """Raise ValueError unless weight, bias and running statistics have the input's channels.
+    """Raise ValueError for an input of other channels than ``num_features``.
 
-    Torch never compares ``num_features``: pruning leaves it, and a lazy layer whose weight came
-    from a state_dict has 0.
+    The size of weight, bias and running statistics decides where there are some. Torch never
+    compares ``num_features``: pruning leaves it, and lazy layers may keep 0.
     """
-    if any(vector is not None and vector.shape != shape[1:2] for vector in arguments.vectors):
+    vectors = [vector for vector in arguments.vectors if vector is not None]
+    fits = all(vector.shape == shape[1:2] for vector in vectors)
+    if not fits or (not vectors and arguments.num_features != 0):
         raise ValueError(
             f"expected input to have {arguments.num_features} channels (num_features), but got "
             f"{shape[1]} in input of shape {list(shape)}"

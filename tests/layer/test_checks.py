@@ -57,11 +57,12 @@ def test_bad_input(make, kind, message, passes_before, training):
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
 @pytest.mark.parametrize("training", [True, False])
-def test_num_features_is_compared_no_more_than_by_torch(training):
-    loaded = nn.Sequential(nn.LazyBatchNorm1d())  # torch leaves its num_features at 0
+def test_lazy_layers_whose_num_features_torch_leaves_at_zero(training):
+    loaded = nn.Sequential(nn.LazyBatchNorm1d())
     loaded.load_state_dict(nn.Sequential(nn.BatchNorm1d(3)).state_dict())
     loaded(X)
-    without_vectors = nn.BatchNorm1d(10, affine=False, track_running_stats=False)
+    without_vectors = nn.LazyBatchNorm1d(affine=False, track_running_stats=False)
+    without_vectors(X)
     for model in (loaded, without_vectors):
         model.train(training)
         converted = convert_sync_batchnorm(copy.deepcopy(model))
