@@ -166,7 +166,7 @@ def prune(layer):
 
 
 def parametrize(layer):
-    register_parametrization(layer, "weight", nn.Identity())
+    register_parametrization(layer, "weight", nn.Softplus())
     return layer.parametrizations.weight.original
 
 

@@ -154,6 +154,23 @@ def test_symbolic_tracing_of_the_layer_itself():
     assert torch.equal(evaluated(x, x), layer(x, x))
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature:UserWarning")
+@pytest.mark.parametrize("training", [True, False])
+def test_lazy_layers_whose_num_features_torch_leaves_at_zero(training):
+    x = make_input((4, 3, 5), "contiguous", torch.float32)
+    loaded = nn.Sequential(nn.LazyBatchNorm1d())
+    loaded.load_state_dict(nn.Sequential(nn.BatchNorm1d(3)).state_dict())
+    loaded(x)
+    without_vectors = nn.LazyBatchNorm1d(affine=False, track_running_stats=False)
+    without_vectors(x)
+    for model in (loaded, without_vectors):
+        model.train(training)
+        converted = convert_sync_batchnorm(copy.deepcopy(model))
+        for _ in range(2):
+            # Float32 in another order, of values of order one.
+            torch.testing.assert_close(converted(x), model(x), rtol=1e-5, atol=1e-5)
+
+
 def test_old_checkpoint_without_batch_counter_loads():
     state = SyncBatchNorm(3).state_dict()
     del state["num_batches_tracked"]

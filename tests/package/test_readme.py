@@ -28,7 +28,7 @@ gc.collect()
 
 
 def run(folder, code, launch):
-    """Run a program in one process or by torchrun; return what it has printed."""
+    """Run a program in one process or by torchrun; return its output."""
     (folder / "train.py").write_text(code)
     (folder / "run.py").write_text(RUN)
     command = [sys.executable, *launch, "run.py"]
