@@ -10,6 +10,7 @@ from support.ranks import Ranks
 
 from syncbn import SyncBatchNorm
 from syncbn.distributed import alignment, failures
+from syncbn.distributed.device_status import DeviceStatus
 from syncbn.distributed.state import group_state
 
 CPU = torch.device("cpu")
@@ -120,3 +121,12 @@ def stop_late(rank, world_size):
 
 def test_rank_that_has_failed_waits_for_the_others_before_its_next_pass(two_ranks):
     assert two_ranks.run(stop_late) == ["rank 1 does not know of it yet", ""]
+
+
+def test_note_of_a_pass_in_inference_mode_can_be_cleared():
+    with torch.inference_mode():
+        status = DeviceStatus(torch.device("cpu"), None)
+    status.note[0] = 1.0
+    assert status.read() == 1.0
+    status.clear()
+    assert status.read() == 0.0
