@@ -186,9 +186,12 @@ class Build:
         installed = Path(spec.submodule_search_locations[0])
         package = self.folder / "packages" / project.PACKAGE
         package.mkdir(parents=True, exist_ok=True)
-        files = [f for f in installed.iterdir() if not f.name.startswith(f"{project.OPERATORS}.")]
+        others = ("__pycache__", f"{project.OPERATORS}.")
+        files = [file for file in installed.iterdir() if not file.name.startswith(others)]
         links = {file.name: file for file in [*files, operators]}
         for link in package.iterdir():
+            if not link.is_symlink():  # __pycache__, which Python makes
+                continue
             # A correct link stays: another run may be using it.
             if links.get(link.name) == link.readlink():
                 del links[link.name]

@@ -1,6 +1,7 @@
-"""What the build of the stand-in compiles again."""
+"""What a second build of the stand-in makes again."""
 
 import build_standin
+import project
 import pytest
 
 pytestmark = pytest.mark.any_torch
@@ -16,3 +17,13 @@ def test_object_is_old_if_a_file_that_it_was_compiled_from_is_gone(tmp_path, col
     assert build_standin.dependencies(target) == [header]
     header.unlink()
     assert not build_standin.is_newer(target, build_standin.dependencies(target))
+
+
+def test_bytecode_of_the_package_stays(tmp_path):
+    """Python writes it beside the links when a first program imports the package."""
+    made, operators = build_standin.Build(tmp_path), tmp_path / "operators.so"
+    made.package(operators)
+    bytecode = tmp_path / "packages" / project.PACKAGE / "__pycache__"
+    bytecode.mkdir()
+    made.package(operators)
+    assert bytecode.is_dir()
