@@ -5,8 +5,8 @@ Starting a process and importing torch takes seconds, so one set of processes se
 each rank's result. A case that hangs fails within a minute with each rank's stack; processes never
 outlive their set.
 
-They start at once, as forks of a process that has imported torch and done nothing else. On CUDA,
-and with their own environment, which torch reads at import, they start as new processes.
+They start at once, as forks of a process that has imported torch and done nothing else. On the CPU,
+ranks with their own environment start as new processes, because torch reads it at import.
 
 On "plain" the default device is the one of plain_device.py. On CUDA a function finds its GPU as the
 default device. Ranks share GPUs if there are fewer, over NCCL as well: this tests correctness, not
@@ -36,8 +36,8 @@ CUDA_START_SECONDS = 60  # more for the first case, which creates contexts and c
 AFTER_FAILURE_SECONDS = 10  # for the others, once a rank has failed
 COLLECTIVE_SECONDS = 40  # a collective gives up before its case does
 _SYNCBN = re.compile(r"syncbn")
-# Imported once: by a first step, by a first compilation, and by the functions of tests.
-FORKSERVER_IMPORTS = ["syncbn", "torch._inductor.lowering", "support.plain_device", "support.trial"]
+# Imported once: by a first step and by the functions of tests.
+FORKSERVER_IMPORTS = ["syncbn", "support.plain_device", "support.trial"]
 
 
 # A process that starts asks for the exit status of all others. The fork server gives it once, and a
@@ -48,7 +48,14 @@ _polling = threading.Lock()
 @functools.cache
 def _start_fork_server() -> None:
     """Start the server once: to copy the environment, as mock does, is not safe among threads."""
-    multiprocessing.set_forkserver_preload(FORKSERVER_IMPORTS)
+    import torch
+
+    imports = [*FORKSERVER_IMPORTS]
+    # Imported by a first compilation. It counts the GPUs, and forks of a process that has done so
+    # cannot use them.
+    if not torch.cuda.is_available():
+        imports.append("torch._inductor.lowering")
+    multiprocessing.set_forkserver_preload(imports)
     multiprocessing.forkserver.ensure_running()
 
 
@@ -102,7 +109,7 @@ class Ranks:
             from support import plain_device
 
             plain_device.build()  # once, outside of a case's time
-        alike = self.device != "cuda" and not self.env
+        alike = self.device == "cuda" or not self.env
         context: Any = multiprocessing.get_context("forkserver" if alike else "spawn")
         if alike:
             _start_fork_server()
