@@ -79,7 +79,7 @@ def stop_at_different_passes(rank, world_size, others):
     if others and rank == 2:  # a collective of DistributedDataParallel
         dist.all_reduce(torch.ones(1), async_op=True)
     if rank == 2:
-        time.sleep(2)
+        time.sleep(0.5)
     settled = alignment.align(state, CPU, "words" if rank == 0 else "", timedelta(seconds=20))
     if others:
         with pytest.raises(RuntimeError, match="since then the ranks .* numbers of passes: ranks"):
