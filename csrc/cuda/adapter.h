@@ -29,8 +29,7 @@ class Device {
   int multiprocessors_;
 };
 
-// mutable_data_ptr() gives a copy-on-write output its
-// own memory; an input stays shared.
+// mutable_data_ptr() gives a copy-on-write output its own memory; an input stays shared.
 ChannelVector to_channel_input(const std::optional<Tensor>& tensor);
 ChannelVector to_channel_output(const std::optional<Tensor>& tensor);
 

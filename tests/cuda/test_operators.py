@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import ops
 from support.cases import (
+    MASKED_OPS,
     OPS,
     all_cases,
     arguments,
@@ -227,6 +228,28 @@ def test_mixed_devices_are_an_error(name):
             mixed = (*args[:index], value.cpu(), *args[index + 1 :])
             with pytest.raises(RuntimeError, match="the device of (input|the other tensors)"):
                 run(name, mixed)
+
+
+def test_input_on_the_cpu_beside_a_status_on_cuda_is_an_error():
+    """The dispatcher calls a CUDA operator because of the status; no check compares devices."""
+    args = arguments("batch_norm_apply", torch.rand(3, 4, device="cpu"))
+    status = torch.zeros(1, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="input to be on the device of the other tensors"):
+        run("batch_norm_apply", (*args, None, status))
+
+
+@pytest.mark.parametrize("name", MASKED_OPS)
+def test_a_mask_is_an_error(name):
+    args = arguments(name, make_input((3, 4, 5), "contiguous", torch.float32))
+    with pytest.raises(RuntimeError, match="expected no mask; masks are for CPU tensors"):
+        run(name.split()[0], args)
+
+
+def test_dz_without_a_residual_is_an_error():
+    x = make_input((3, 4, 5), "contiguous", torch.float32)
+    *args, _, output = arguments("batch_norm_backward_reduce_dz of SiLU", x)
+    with pytest.raises(RuntimeError, match="expected a residual; without it CUDA kernels store no"):
+        run("batch_norm_backward_reduce_dz", (*args, None, output))
 
 
 HUGE = [
