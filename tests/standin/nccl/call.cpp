@@ -17,11 +17,10 @@ constexpr Type kTypes[] = {{"int8", 1},    {"uint8", 1},    {"int32", 4},       
                            {"float64", 8}, {"bfloat16", 2}, {"float8_e4m3", 1}, {"float8_e5m2", 1}};
 static_assert(sizeof(kTypes) / sizeof(kTypes[0]) == ncclNumTypes, "a type for each of NCCL's");
 
-constexpr const char* kOperations[] = {"sum", "prod", "max", "min", "avg", "premulsum"};
+constexpr const char* kOperations[] = {"sum", "prod", "max", "min", "avg"};
+static_assert(sizeof(kOperations) / sizeof(kOperations[0]) == ncclNumOps, "as for types");
 
-constexpr const char* kKinds[] = {"all_reduce",     "reduce",     "broadcast", "all_gather",
-                                  "reduce_scatter", "all_to_all", "gather",    "scatter",
-                                  "send",           "recv",       "send_recv", "split"};
+constexpr const char* kKinds[] = {"all_reduce", "broadcast", "all_gather"};
 
 const Type& find_type(ncclDataType_t type) {
   if (type < 0 || type >= ncclNumTypes) {
@@ -30,37 +29,31 @@ const Type& find_type(ncclDataType_t type) {
   return kTypes[type];
 }
 
-const char* preposition(Kind kind) {
-  switch (kind) {
-    case Kind::kBroadcast:
-    case Kind::kScatter:
-    case Kind::kReceive:
-      return " from rank ";
-    default:
-      return " to rank ";
-  }
-}
-
 }  // namespace
 
 const char* name_of(Kind kind) { return kKinds[static_cast<int>(kind)]; }
+const char* name_of(ncclDataType_t type) { return find_type(type).name; }
+
+const char* name_of(ncclRedOp_t op) {
+  if (op < 0 || op >= ncclNumOps) {
+    throw Failure(ncclInvalidArgument, "there is no operation " + std::to_string(op));
+  }
+  return kOperations[op];
+}
 
 bool is_alike(const Call& left, const Call& right) {
   return left.kind == right.kind && left.type == right.type && left.count == right.count &&
-         left.op == right.op && left.rank == right.rank;
+         left.op == right.op && left.root == right.root;
 }
 
 std::string describe(const Call& call) {
-  if (call.kind == Kind::kSplit || call.kind == Kind::kExchange) {
-    return name_of(call.kind);
-  }
   std::string words = std::string(name_of(call.kind)) + " of " + std::to_string(call.count) + " " +
-                      find_type(call.type).name + (call.count == 1 ? " value" : " values");
-  if (call.op >= 0) {
-    words += std::string(" (") + kOperations[call.op] + ")";
+                      name_of(call.type) + (call.count == 1 ? " value" : " values");
+  if (call.kind == Kind::kAllReduce) {
+    words += std::string(" (") + name_of(call.op) + ")";
   }
-  if (call.rank >= 0) {
-    words += preposition(call.kind) + std::to_string(call.rank);
+  if (call.kind == Kind::kBroadcast) {
+    words += " from rank " + std::to_string(call.root);
   }
   return words;
 }

@@ -16,10 +16,10 @@ class Collective {
   Collective(const Call& call, ncclComm_t handle, cudaStream_t stream);
 
   int size() const { return communicator_->size(); }
-  bool is_root() const { return call_.rank == communicator_->rank(); }
+  bool is_root() const { return call_.root == communicator_->rank(); }
 
-  // `times` is the buffer's size divided by the size of the call's values.
-  void check_input(const void* data, size_t times) const;
+  void check_input(const void* data) const;
+  // `times` is the output's size divided by the input's.
   void add(void* output, size_t times, std::function<void(Communicator&)> body) const;
 
  private:

@@ -1,7 +1,6 @@
 // How ranks join and meet.
 #include "communicator.h"
 
-#include <cuda_runtime_api.h>
 #include <unistd.h>
 
 namespace standin {
@@ -28,7 +27,6 @@ Communicator::Communicator(const std::string& name, int size, int rank)
       rank_(rank),
       memory_(name, Layout::total_bytes(size)),
       layout_(memory_.data(), size) {
-  cudaGetDevice(&device_);
   join();
 }
 
@@ -64,45 +62,49 @@ void Communicator::join() {
   }
 }
 
-uint64_t Communicator::meet(Lane lane, const Call* call) {
+void Communicator::meet(const Call* call) {
   check();
-  const uint64_t meeting = ++num_meetings_[lane];
-  Place& mine = layout_.place(lane, rank_);
+  const uint64_t meeting = ++num_meetings_;
+  Member& mine = layout_.member(rank_);
   if (call != nullptr) {
     mine.announced[meeting % 2] = *call;
   }
   mine.arrived = meeting;
   if (call != nullptr) {
-    compare(lane, meeting, *call);
+    compare(meeting, *call);
   }
-  std::atomic<uint64_t>& arrivals = layout_.counter(lane).arrivals;
+  std::atomic<uint64_t>& arrivals = layout_.header().arrivals;
   const uint64_t all = meeting * size_;
   if (++arrivals == all) {
     ring_all();
-    return meeting;
+    return;
   }
   const Call last = mine.announced[meeting % 2];
   wait([&] { return arrivals >= all; },
        [&] {
          for (int rank = 0; rank < size_; ++rank) {
-           const std::atomic<uint64_t>& theirs = layout_.place(lane, rank).arrived;
-           if (theirs < meeting && has_died(rank) && theirs < meeting) {
-             fail(ncclRemoteError, "rank " + std::to_string(rank_) + " waits in " + describe(last) +
-                                       " for " + describe_process(rank) + ", which has died");
+           const std::atomic<uint64_t>& theirs = layout_.member(rank).arrived;
+           if (theirs < meeting && processes_[rank]->has_ended() && theirs < meeting) {
+             fail_without(rank, describe(last));
            }
          }
        });
-  return meeting;
+}
+
+void Communicator::fail_without(int rank, const std::string& call) {
+  fail(ncclRemoteError, "rank " + std::to_string(rank_) + " waits in " + call + " for rank " +
+                            std::to_string(rank) + " (process " +
+                            std::to_string(processes_[rank]->id()) + "), which has died");
 }
 
 // The later of two ranks sees the earlier one's call, so no rank needs to wait for all.
-void Communicator::compare(Lane lane, uint64_t meeting, const Call& call) {
+void Communicator::compare(uint64_t meeting, const Call& call) {
   for (int rank = 0; rank < size_; ++rank) {
-    const Place& place = layout_.place(lane, rank);
-    if (place.arrived != meeting) {
+    const Member& member = layout_.member(rank);
+    if (member.arrived != meeting) {
       continue;
     }
-    const Call theirs = place.announced[meeting % 2];
+    const Call theirs = member.announced[meeting % 2];
     if (!is_alike(call, theirs)) {
       fail(ncclInvalidUsage, "rank " + std::to_string(rank_) + " calls " + describe(call) +
                                  ", but rank " + std::to_string(rank) + " calls " +
@@ -111,17 +113,25 @@ void Communicator::compare(Lane lane, uint64_t meeting, const Call& call) {
   }
 }
 
-bool Communicator::is_ahead(int rank) const {
-  return layout_.place(kDeviceLane, rank).arrived > num_meetings_[kDeviceLane];
-}
-
-Call Communicator::announced_by(int rank) const {
-  return layout_.place(kDeviceLane, rank).announced[next_meeting(kDeviceLane) % 2];
-}
-
-std::string Communicator::describe_process(int rank) const {
-  return "rank " + std::to_string(rank) + " (process " + std::to_string(processes_[rank]->id()) +
-         ")";
+// A rank that chooses for a split has read all choices for the previous one.
+std::vector<Choice> Communicator::choose(const Choice& mine) {
+  check();
+  const uint64_t split = ++num_splits_;
+  layout_.member(rank_).chosen[split % 2] = mine;
+  layout_.member(rank_).splits = split;
+  ring_all();
+  std::vector<Choice> choices;
+  for (int rank = 0; rank < size_; ++rank) {
+    const Member& member = layout_.member(rank);
+    wait([&] { return member.splits >= split; },
+         [&] {
+           if (processes_[rank]->has_ended() && member.splits < split) {
+             fail_without(rank, "split");
+           }
+         });
+    choices.push_back(member.chosen[split % 2]);
+  }
+  return choices;
 }
 
 }  // namespace standin

@@ -6,23 +6,19 @@
 
 namespace standin {
 
-size_t part_bytes(const Communicator& communicator, size_t parts) {
-  return communicator.layout().slot_bytes() / parts / kCacheLine * kCacheLine;
-}
-
-void exchange(Communicator& communicator, const Call& call, size_t bytes, size_t parts,
-              const Exchange& exchange) {
-  const size_t most = part_bytes(communicator, parts);
+void exchange(Communicator& communicator, const Call& call, const Write& write, const Read& read) {
+  const size_t bytes = bytes_of(call);
+  const size_t most = communicator.layout().slot_bytes();
   size_t offset = 0;
   do {
     const size_t length = std::min(most, bytes - offset);
-    const Slots slots(communicator.layout(), communicator.next_meeting(kDeviceLane));
-    if (exchange.write && length > 0) {
-      exchange.write(slots.of(communicator.rank()), offset, length);
+    const Slots slots(communicator.layout(), communicator.next_meeting());
+    if (write && length > 0) {
+      write(slots.of(communicator.rank()), offset, length);
     }
-    communicator.meet(kDeviceLane, offset == 0 ? &call : nullptr);
-    if (exchange.read && length > 0) {
-      exchange.read(slots, offset, length);
+    communicator.meet(offset == 0 ? &call : nullptr);
+    if (read && length > 0) {
+      read(slots, offset, length);
     }
     offset += length;
   } while (offset < bytes);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <functional>
-#include <vector>
 
 #include "communicator.h"
 
@@ -19,19 +18,12 @@ class Slots {
   uint64_t meeting_;
 };
 
-// The actions of a rank on bytes `offset` to `offset + length` of its buffers.
-struct Exchange {
-  // Puts this rank's piece into its slot; empty if it has none.
-  std::function<void(unsigned char* slot, size_t offset, size_t length)> write;
-  // Takes from all ranks' slots.
-  std::function<void(const Slots& slots, size_t offset, size_t length)> read;
-};
+// Puts a rank's bytes, from `offset` to `offset + length`, into its slot; empty if it gives none.
+using Write = std::function<void(unsigned char* slot, size_t offset, size_t length)>;
+// Takes such bytes from the ranks' slots; empty if this rank needs none.
+using Read = std::function<void(const Slots& slots, size_t offset, size_t length)>;
 
-// Exchanges `bytes`, in as many meetings as slots of `parts` pieces require, at least one.
-void exchange(Communicator& communicator, const Call& call, size_t bytes, size_t parts,
-              const Exchange& exchange);
-
-// The distance of the parts in a slot.
-size_t part_bytes(const Communicator& communicator, size_t parts);
+// Exchanges the call's values, in as many meetings as they need, at least one.
+void exchange(Communicator& communicator, const Call& call, const Write& write, const Read& read);
 
 }  // namespace standin

@@ -7,7 +7,6 @@
 #include <utility>
 #include <vector>
 
-#include "transfers.h"
 #include "work.h"
 
 namespace standin {
@@ -21,26 +20,18 @@ class Group {
   // Enqueues what was added since the outermost start.
   void end();
 
-  // Outside of a group, these enqueue at once.
+  // Outside of a group, this enqueues at once.
   void add(const std::shared_ptr<Communicator>& communicator, cudaStream_t stream, Work work);
-  void add(const std::shared_ptr<Communicator>& communicator, cudaStream_t stream,
-           const Transfer& transfer);
 
  private:
-  // The pending calls of one communicator.
-  struct Part {
+  struct Pending {
     std::shared_ptr<Communicator> communicator;
-    std::vector<std::pair<cudaStream_t, Work>> collectives;
-    std::vector<Transfer> transfers;
-    cudaStream_t stream = nullptr;  // of the transfers
+    cudaStream_t stream;
+    Work work;
   };
 
-  Part& part_of(const std::shared_ptr<Communicator>& communicator);
-  static void enqueue_part(Part& part);
-  static void enqueue_parts(std::vector<Part>& parts);
-
   int depth_ = 0;
-  std::vector<Part> parts_;
+  std::vector<Pending> pending_;
 };
 
 }  // namespace standin

@@ -1,4 +1,4 @@
-// Queries, and allocations, which are the runtime's.
+// Queries, and registrations of memory, which have no effect.
 #include "handles.h"
 #include "standin.h"
 
@@ -16,10 +16,6 @@ STANDIN_API ncclResult_t ncclCommCount(const ncclComm_t communicator, int* count
 
 STANDIN_API ncclResult_t ncclCommUserRank(const ncclComm_t communicator, int* rank) {
   return guarded([&] { *rank = find_handle(communicator)->rank(); });
-}
-
-STANDIN_API ncclResult_t ncclCommCuDevice(const ncclComm_t communicator, int* device) {
-  return guarded([&] { *device = find_handle(communicator)->device(); });
 }
 
 STANDIN_API ncclResult_t ncclCommGetAsyncError(ncclComm_t communicator, ncclResult_t* error) {
@@ -64,12 +60,4 @@ STANDIN_API ncclResult_t ncclCommRegister(const ncclComm_t communicator, void* d
 
 STANDIN_API ncclResult_t ncclCommDeregister(const ncclComm_t communicator, void*) {
   return guarded([&] { find_handle(communicator); });
-}
-
-STANDIN_API ncclResult_t ncclMemAlloc(void** data, size_t bytes) {
-  return cudaMalloc(data, bytes) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
-}
-
-STANDIN_API ncclResult_t ncclMemFree(void* data) {
-  return cudaFree(data) == cudaSuccess ? ncclSuccess : ncclUnhandledCudaError;
 }

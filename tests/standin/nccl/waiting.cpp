@@ -85,7 +85,7 @@ void Communicator::run_alone(const Call& call, const std::function<void()>& body
   const std::unique_lock<std::mutex> lock(running_, std::try_to_lock);
   check();
   if (!lock.owns_lock()) {
-    const Call theirs = layout_.place(kDeviceLane, rank_).announced[num_meetings_[kDeviceLane] % 2];
+    const Call theirs = layout_.member(rank_).announced[num_meetings_ % 2];
     fail(ncclInvalidUsage, "rank " + std::to_string(rank_) + " runs " + describe(call) +
                                " while its " + describe(theirs) +
                                " still runs: two streams use one communicator at the same time");

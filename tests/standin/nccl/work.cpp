@@ -15,11 +15,9 @@ struct Job {
   Work work;
 };
 
-void spoil(const std::vector<Output>& outputs) {
-  for (const Output& output : outputs) {
-    if (output.data != nullptr) {
-      std::memset(output.data, 0xff, output.bytes);
-    }
+void spoil(const Work& work) {
+  if (work.output_bytes > 0) {
+    std::memset(work.output, 0xff, work.output_bytes);
   }
 }
 
@@ -29,9 +27,9 @@ void run(void* context) {
   try {
     job.communicator->run_alone(job.work.call, [&] { job.work.body(*job.communicator); });
   } catch (const Aborted&) {
-    spoil(job.work.outputs);
+    spoil(job.work);
   } catch (const Failure& failure) {
-    spoil(job.work.outputs);
+    spoil(job.work);
     report(failure.what());
   }
 }
@@ -42,7 +40,7 @@ void drop(void* context) { delete static_cast<Job*>(context); }
 
 void enqueue(const std::shared_ptr<Communicator>& communicator, cudaStream_t stream, Work work) {
   communicator->check();
-  const char* const name = work.name;
+  const char* const name = name_of(work.call.kind);
   communicator->order().enqueue(stream, [&] {
     const StandinWork standin_work{"collective", name, run, drop,
                                    new Job{communicator, std::move(work)}};

@@ -5,22 +5,16 @@
 
 #include <functional>
 #include <memory>
-#include <vector>
 
 #include "communicator.h"
 
 namespace standin {
 
-struct Output {
-  void* data;
-  size_t bytes;
-};
-
-// A collective of one rank, or the sends and receives of a group. A graph runs it many times.
+// A collective of one rank. A graph runs it many times.
 struct Work {
   Call call;
-  const char* name;             // in the runtime's log
-  std::vector<Output> outputs;  // filled with 0xff if it fails, unlike any result
+  void* output;  // filled with 0xff if it fails, unlike any result
+  size_t output_bytes;
   std::function<void(Communicator&)> body;
 };
 

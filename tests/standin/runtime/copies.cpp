@@ -106,29 +106,6 @@ STANDIN_API cudaError_t cudaMemcpyPeerAsync(void* to, int, const void* from, int
   return enqueue_copy({to, from, size, stream, false, "cudaMemcpyPeerAsync"});
 }
 
-STANDIN_API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from,
-                                          size_t from_pitch, size_t width, size_t height,
-                                          cudaMemcpyKind, cudaStream_t stream) {
-  const bool waits = is_pageable(to) || is_pageable(from);
-  if (waits) {
-    if (const cudaError_t error = refuse_pageable(stream)) {
-      return error;
-    }
-  }
-  const cudaError_t error =
-      enqueue(stream, make_work("copy", "memcpy2D", [=] {
-                for (size_t row = 0; row < height; ++row) {
-                  std::memcpy(static_cast<char*>(to) + row * to_pitch,
-                              static_cast<const char*>(from) + row * from_pitch, width);
-                }
-              }));
-  if (error == cudaSuccess && waits) {
-    log_wait("cudaMemcpy2DAsync of pageable memory");
-    standin_flush(stream);
-  }
-  return error;
-}
-
 STANDIN_API cudaError_t cudaMemsetAsync(void* to, int value, size_t size, cudaStream_t stream) {
   if (is_pageable(to) && size != 0) {
     return fail(cudaErrorInvalidValue, "cudaMemsetAsync of memory that is no allocation");

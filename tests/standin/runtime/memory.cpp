@@ -24,7 +24,7 @@ Memory& Memory::get() {
   return *value;
 }
 
-cudaError_t Memory::allocate(void** pointer, size_t size, int device, Origin origin) {
+cudaError_t Memory::allocate(void** pointer, size_t size, int device) {
   *pointer = nullptr;
   if (size == 0) {
     return cudaSuccess;
@@ -42,7 +42,7 @@ cudaError_t Memory::allocate(void** pointer, size_t size, int device, Origin ori
   fill_with_poison(block, size);
   used += size;
   const auto begin = reinterpret_cast<uintptr_t>(block);
-  all_[begin] = {begin, size, device, origin};
+  all_[begin] = {begin, size, device};
   *pointer = block;
   return cudaSuccess;
 }
@@ -50,7 +50,7 @@ cudaError_t Memory::allocate(void** pointer, size_t size, int device, Origin ori
 cudaError_t Memory::add_registered(void* pointer, size_t size) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto begin = reinterpret_cast<uintptr_t>(pointer);
-  if (!all_.try_emplace(begin, Allocation{begin, size, kHostDevice, Origin::kRegistered}).second) {
+  if (!all_.try_emplace(begin, Allocation{begin, size, kHostDevice, true}).second) {
     return fail(cudaErrorHostMemoryAlreadyRegistered, "memory of the host is registered twice");
   }
   used_[kHostDevice] += size;
@@ -67,22 +67,12 @@ cudaError_t Memory::release(void* pointer) {
     return fail(cudaErrorInvalidValue, "memory is freed that is no allocation");
   }
   used_[found->second.device] -= found->second.size;
-  if (found->second.origin != Origin::kRegistered) {
+  if (!found->second.is_registered) {
     fill_with_poison(pointer, found->second.size);
     std::free(pointer);
   }
   all_.erase(found);
   return cudaSuccess;
-}
-
-bool Memory::mark_free(void* pointer) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = all_.find(reinterpret_cast<uintptr_t>(pointer));
-  if (found == all_.end() || found->second.is_free_enqueued) {
-    return false;
-  }
-  found->second.is_free_enqueued = true;
-  return true;
 }
 
 std::optional<Allocation> Memory::find(const void* pointer) {

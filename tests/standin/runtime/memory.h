@@ -17,19 +17,11 @@ namespace standin {
 
 constexpr int kHostDevice = -1;  // of pinned memory
 
-enum class Origin {
-  kOwn,         // freed by cudaFree() and the like
-  kRegistered,  // the caller's own, by cudaHostRegister()
-  kPool,        // of cudaMallocAsync()
-  kGraph        // of cudaMallocAsync() in a capture; it lives as long as the graph
-};
-
 struct Allocation {
   uintptr_t begin = 0;
   size_t size = 0;
   int device = kHostDevice;
-  Origin origin = Origin::kOwn;
-  bool is_free_enqueued = false;  // by cudaFreeAsync()
+  bool is_registered = false;  // the caller's own, by cudaHostRegister()
 
   uintptr_t end() const { return begin + size; }
 };
@@ -39,15 +31,12 @@ class Memory {
   static Memory& get();
 
   // Allocates memory of a device, or of the host; no bytes are null.
-  cudaError_t allocate(void** pointer, size_t size, int device, Origin origin = Origin::kOwn);
+  cudaError_t allocate(void** pointer, size_t size, int device);
 
   // Makes memory of the caller pinned.
   cudaError_t add_registered(void* pointer, size_t size);
 
   cudaError_t release(void* pointer);
-
-  // Notes that the free of an allocation of the pool is enqueued; false if that was noted before.
-  bool mark_free(void* pointer);
 
   // Returns the allocation that holds an address.
   std::optional<Allocation> find(const void* pointer);

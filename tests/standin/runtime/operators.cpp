@@ -10,15 +10,10 @@
 #include <cstdio>
 #include <string>
 
-#include "settings.h"
-
 namespace standin {
 namespace {
 
 std::string find_library() {
-  if (!settings().aten.empty()) {
-    return settings().aten;
-  }
   Dl_info here;
   dladdr(reinterpret_cast<void*>(&load_operators), &here);
   const std::string path = here.dli_fname;

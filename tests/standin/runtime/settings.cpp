@@ -65,7 +65,6 @@ Settings read_settings() {
   result.delay = std::chrono::milliseconds(read_number("STANDIN_DELAY_MS", "50"));
   result.skips_kernels = read_skips_kernels();
   result.traces = read_variable("STANDIN_TRACE", "0") == "1";
-  result.aten = read_variable("STANDIN_ATEN", "");
   return result;
 }
 

@@ -8,7 +8,6 @@
 //                   late: as async, but work waits until someone needs it or STANDIN_DELAY_MS (50)
 // STANDIN_KERNELS   skip: launches do nothing, to measure the host's part of them
 // STANDIN_TRACE     1: what is enqueued, errors and waits of the host are written to stderr
-// STANDIN_ATEN      the library of torch's operators, instead of libstandin_aten.so
 #pragma once
 
 #include <chrono>
@@ -27,7 +26,6 @@ struct Settings {
   std::chrono::milliseconds delay;
   bool skips_kernels;
   bool traces;
-  std::string aten;  // empty: beside this library
 };
 
 const Settings& settings();

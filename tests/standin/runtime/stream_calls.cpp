@@ -63,16 +63,6 @@ STANDIN_API cudaError_t cudaStreamGetId(cudaStream_t handle, unsigned long long*
   return cudaSuccess;
 }
 
-STANDIN_API cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
-  const Lock lock = Scheduler::get().lock();
-  const auto stream = Streams::get().find(handle);
-  if (stream == nullptr) {
-    return refuse_stream("cudaStreamGetFlags");
-  }
-  *flags = stream->flags;
-  return cudaSuccess;
-}
-
 STANDIN_API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   constexpr const char* kName = "cudaStreamSynchronize";
   log_wait(kName);

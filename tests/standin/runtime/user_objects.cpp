@@ -34,12 +34,6 @@ STANDIN_API cudaError_t cudaUserObjectCreate(cudaUserObject_t* handle, void* obj
   return cudaSuccess;
 }
 
-STANDIN_API cudaError_t cudaUserObjectRetain(cudaUserObject_t object, unsigned count) {
-  const Lock lock = Scheduler::get().lock();
-  object->num_references += count;
-  return cudaSuccess;
-}
-
 STANDIN_API cudaError_t cudaUserObjectRelease(cudaUserObject_t object, unsigned count) {
   release_object(object, count);
   return cudaSuccess;
@@ -53,22 +47,5 @@ STANDIN_API cudaError_t cudaGraphRetainUserObject(cudaGraph_t graph, cudaUserObj
       0) {  // otherwise the caller's references are the graph's
     object->num_references += count;
   }
-  return cudaSuccess;
-}
-
-STANDIN_API cudaError_t cudaGraphReleaseUserObject(cudaGraph_t graph, cudaUserObject_t object,
-                                                   unsigned count) {
-  {
-    const Lock lock = Scheduler::get().lock();
-    const auto own = graph->objects.find(object);
-    if (own == graph->objects.end() || own->second < count) {
-      return fail(cudaErrorInvalidValue, "a graph gives back references that it does not have");
-    }
-    own->second -= count;
-    if (own->second == 0) {
-      graph->objects.erase(own);
-    }
-  }
-  release_object(object, count);
   return cudaSuccess;
 }

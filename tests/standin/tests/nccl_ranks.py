@@ -18,14 +18,12 @@ SECONDS = 30  # of a case
 
 # Codes, operations and types of nccl.h.
 SUCCESS, INVALID_ARGUMENT, INVALID_USAGE, REMOTE_ERROR = 0, 4, 5, 6
-SUM, PROD, MAX, MIN, AVG = range(5)
+SUM, PROD, MAX = range(3)
+FLOAT16 = 6
 TYPES = {
-    ctypes.c_int8: 0,
     ctypes.c_uint8: 1,
     ctypes.c_int32: 2,
-    ctypes.c_uint32: 3,
     ctypes.c_int64: 4,
-    ctypes.c_uint64: 5,
     ctypes.c_float: 7,
     ctypes.c_double: 8,
 }
@@ -74,6 +72,17 @@ class Stream(ctypes.c_void_p):
         assert library.cudaStreamCreateWithFlags(ctypes.byref(self), non_blocking) == 0
 
 
+def capture(stream: Stream, enqueue: Callable[[], None]) -> ctypes.c_void_p:
+    """Return a graph of what ``enqueue`` enqueues on the stream, to be launched."""
+    graph, executable = ctypes.c_void_p(), ctypes.c_void_p()
+    assert library.cudaStreamBeginCapture(stream, 0) == 0
+    enqueue()
+    assert library.cudaStreamEndCapture(stream, ctypes.byref(graph)) == 0
+    no_flags = ctypes.c_ulonglong(0)
+    assert library.cudaGraphInstantiate(ctypes.byref(executable), graph, no_flags) == 0
+    return executable
+
+
 class Communicator:
     def __init__(self, handle: ctypes.c_void_p) -> None:
         self.handle = handle
@@ -83,14 +92,6 @@ class Communicator:
         made = ctypes.c_void_p()
         check(library.ncclCommSplit(self.handle, color, key, ctypes.byref(made), None))
         return Communicator(made) if made.value else None
-
-    def shrink(self, excluded: list[int]) -> "Communicator":
-        made = ctypes.c_void_p()
-        ranks = (ctypes.c_int * len(excluded))(*excluded)
-        check(
-            library.ncclCommShrink(self.handle, ranks, len(excluded), ctypes.byref(made), None, 0)
-        )
-        return Communicator(made)
 
     def call(self, name: str, *arguments: Any, stream: Stream | None = None) -> None:
         """Call an NCCL function whose last arguments are a communicator and a stream."""
@@ -105,12 +106,6 @@ class Communicator:
     def broadcast(self, buffer: Buffer, root: int) -> None:
         count = ctypes.c_size_t(buffer.count)
         self.call("ncclBcast", buffer.address, count, buffer.type, root)
-
-    def send(self, buffer: Buffer, peer: int) -> None:
-        self.call("ncclSend", buffer.address, ctypes.c_size_t(buffer.count), buffer.type, peer)
-
-    def receive(self, buffer: Buffer, peer: int) -> None:
-        self.call("ncclRecv", buffer.address, ctypes.c_size_t(buffer.count), buffer.type, peer)
 
     def error(self) -> int:
         error = ctypes.c_int()

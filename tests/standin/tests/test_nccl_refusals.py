@@ -1,6 +1,6 @@
 """The stand-in's NCCL soon refuses calls that NCCL leaves undefined, with a message."""
 
-import contextlib
+import functools
 import os
 import threading
 import time
@@ -8,10 +8,11 @@ import time
 import nccl_ranks
 import pytest
 from nccl_ranks import (
-    AVG,
+    FLOAT16,
     INVALID_ARGUMENT,
     INVALID_USAGE,
     MAX,
+    PROD,
     REMOTE_ERROR,
     SUM,
     Buffer,
@@ -42,7 +43,6 @@ def calls(meeting, name):
             "type": lambda: communicator.all_reduce(whole),
             "op": lambda: communicator.all_reduce(five, MAX),
             "collective": lambda: communicator.broadcast(five, 1),
-            "recv": lambda: communicator.receive(five, 0),
         }[choice]()
     except NcclError as error:
         code, words = error.code, str(error)
@@ -62,7 +62,6 @@ def calls(meeting, name):
         ("type", "all_reduce of 5 int32 values (sum)"),
         ("op", "all_reduce of 5 float32 values (max)"),
         ("collective", "broadcast of 5 float32 values from rank 1"),
-        ("recv", "recv of 5 float32 values from rank 0"),
     ],
 )
 def test_ranks_that_call_different_things(name, theirs, streams):
@@ -82,25 +81,6 @@ def test_ranks_with_different_roots():
     for code, words in nccl_ranks.run(has_other_root, 2):
         assert code == INVALID_USAGE
         assert "from rank 0" in words and "from rank 1" in words
-
-
-def sends_less(meeting):
-    communicator = meeting.join()
-    if meeting.rank == 0:
-        with contextlib.suppress(NcclError):  # raised here if the other rank has come first
-            communicator.send(Buffer([1.0] * 3), 1)
-        return communicator.wait_for_error()
-    buffer = Buffer([1.0] * 4)
-    with pytest.raises(NcclError) as caught:
-        communicator.receive(buffer, 0)
-    return str(caught.value), is_spoiled(buffer.get())
-
-
-def test_receive_of_another_size():
-    sender, (words, spoiled) = nccl_ranks.run(sends_less, 2)
-    assert sender == INVALID_USAGE and spoiled
-    assert "recv of 4 float32 values from rank 0" in words
-    assert "send of 3 float32 values to rank 1" in words
 
 
 def continues_after_a_failure(meeting):
@@ -124,17 +104,12 @@ def test_communicator_is_lost_after_a_failure():
 def runs_two_graphs(meeting):
     """Launch two graphs on two streams at once, while the other rank has launched none."""
     communicator = meeting.join()
-    library, by_reference = nccl_ranks.library, nccl_ranks.ctypes.byref
-    buffers, launches = [Buffer([1.0]), Buffer([1.0])], []
-    for buffer in buffers:
-        stream = Stream()
-        graph, executable = nccl_ranks.ctypes.c_void_p(), nccl_ranks.ctypes.c_void_p()
-        assert library.cudaStreamBeginCapture(stream, 0) == 0
-        communicator.all_reduce(buffer, stream=stream)
-        assert library.cudaStreamEndCapture(stream, by_reference(graph)) == 0
-        no_flags = nccl_ranks.ctypes.c_ulonglong(0)
-        assert library.cudaGraphInstantiate(by_reference(executable), graph, no_flags) == 0
-        launches.append((executable, stream))
+    library = nccl_ranks.library
+    buffers, streams = [Buffer([1.0]), Buffer([1.0])], [Stream(), Stream()]
+    launches = []
+    for buffer, stream in zip(buffers, streams, strict=True):
+        enqueue = functools.partial(communicator.all_reduce, buffer, stream=stream)
+        launches.append((nccl_ranks.capture(stream, enqueue), stream))
     for executable, stream in launches if meeting.rank == 0 else []:
         assert library.cudaGraphLaunch(executable, stream) == 0
     error = communicator.wait_for_error()
@@ -149,33 +124,23 @@ def test_two_collectives_at_the_same_time():
     assert first[1].endswith("two streams use one communicator at the same time")
 
 
-def waits_for_itself(meeting):
-    meeting.join().receive(Buffer([1.0]), 0)
-
-
-def test_receive_from_itself():
-    assert nccl_ranks.run(waits_for_itself, 1) == [
-        (
-            INVALID_USAGE,
-            "standin: NCCL: rank 0 waits in recv of 1 float32 value from rank 0, itself, without a "
-            "counterpart in the same group",
-        )
-    ]
-
-
 # --- Arguments
 
 
 def refuses_arguments(meeting):
     communicator = meeting.join()
     buffer = Buffer([1.0] * 4)
+
+    def all_reduce_of_type(number):
+        two = nccl_ranks.ctypes.c_size_t(2)
+        communicator.call("ncclAllReduce", buffer.address, buffer.address, two, number, SUM)
+
     cases = {
         "op": lambda: communicator.all_reduce(buffer, 77),
+        "prod": lambda: communicator.all_reduce(buffer, PROD),
         "root": lambda: communicator.broadcast(buffer, 3),
-        "peer": lambda: communicator.send(buffer, 3),
-        "type": lambda: communicator.call(
-            "ncclAllReduce", buffer.address, buffer.address, nccl_ranks.ctypes.c_size_t(4), 50, SUM
-        ),
+        "type": lambda: all_reduce_of_type(50),
+        "half": lambda: all_reduce_of_type(FLOAT16),
         "host": lambda: communicator.call(
             "ncclAllReduce",
             nccl_ranks.ctypes.create_string_buffer(16),
@@ -190,7 +155,7 @@ def refuses_arguments(meeting):
             buffer.address,
             nccl_ranks.ctypes.c_size_t(1 << 20),
             buffer.type,
-            AVG,
+            SUM,
         ),
     }
     words = {}
@@ -210,11 +175,12 @@ def test_bad_arguments_are_refused():
     assert nccl_ranks.run(refuses_arguments, 1) == [
         {
             "op": "there is no operation 77",
+            "prod": "all_reduce by prod is not implemented",
             "root": "broadcast with root 3 of 1 ranks",
-            "peer": "send of 4 float32 values to rank 3 of 1 ranks",
             "type": "there is no data type 50",
+            "half": "all_reduce of float16 is not implemented",
             "host": "all_reduce of 4 float32 values (sum): its input is not memory of a device",
-            "end": "all_reduce of 1048576 float32 values (avg): its input of 4194304 bytes ends "
+            "end": "all_reduce of 1048576 float32 values (sum): its input of 4194304 bytes ends "
             "outside of its allocation",
             "destroyed": "a communicator that does not exist or was destroyed",
         }
@@ -236,7 +202,7 @@ def test_group_without_a_start():
 # --- Ranks that are gone
 
 
-def dies(meeting, name):
+def dies(meeting):
     communicator = meeting.join()
     buffer = Buffer([1.0] * 100_000)
     communicator.all_reduce(buffer)
@@ -245,10 +211,7 @@ def dies(meeting, name):
         os._exit(1)
     start = time.monotonic()
     try:
-        if name == "recv":
-            communicator.receive(buffer, 1)
-        else:
-            communicator.all_reduce(buffer)
+        communicator.all_reduce(buffer)
     except NcclError as error:
         code, words = error.code, str(error)
     else:
@@ -258,13 +221,9 @@ def dies(meeting, name):
     return code, words, time.monotonic() - start, is_spoiled(buffer.get())
 
 
-@pytest.mark.parametrize(
-    ("name", "streams"), [("all_reduce", "inline"), ("all_reduce", "async"), ("recv", "inline")]
-)
-def test_rank_that_died(name, streams):
-    first, died, third = nccl_ranks.run(
-        dies if name == "all_reduce" else receives_from_dead, 3, name, streams=streams
-    )
+@pytest.mark.parametrize("streams", ["inline", "async"])
+def test_rank_that_died(streams):
+    first, died, third = nccl_ranks.run(dies, 3, streams=streams)
     assert died == "died"
     for outcome in (first, third):
         code, words, seconds, spoiled = outcome
@@ -272,8 +231,19 @@ def test_rank_that_died(name, streams):
         assert "rank 1 (process " in words and words.endswith("has died")
 
 
-def receives_from_dead(meeting, name):
-    return dies(meeting, name)
+def splits_without_rank_1(meeting):
+    communicator = meeting.join()
+    if meeting.rank == 1:
+        os._exit(1)
+    communicator.split(0, 0)
+
+
+def test_split_without_a_rank_that_died():
+    first, died, third = nccl_ranks.run(splits_without_rank_1, 3)
+    assert died == "died"
+    for code, words in (first, third):
+        assert code == REMOTE_ERROR
+        assert "waits in split for rank 1 (process " in words and words.endswith("has died")
 
 
 # --- Abort
@@ -318,18 +288,3 @@ def aborts(meeting):
 
 def test_abort_ends_what_this_rank_waits_for():
     assert nccl_ranks.run(aborts, 2) == ["died", (True, True, REMOTE_ERROR)]
-
-
-def shrinks(meeting):
-    communicator = meeting.join()
-    if meeting.rank == 1:
-        os._exit(1)
-    with pytest.raises(NcclError):
-        communicator.all_reduce(Buffer([1.0]))
-    buffer = Buffer([1.0])
-    communicator.shrink([1]).all_reduce(buffer)
-    return buffer.get()
-
-
-def test_the_others_continue_without_a_dead_rank():
-    assert nccl_ranks.run(shrinks, 3) == [[2.0], "died", [2.0]]

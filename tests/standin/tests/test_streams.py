@@ -1,41 +1,19 @@
 """Streams of the stand-in: when work runs, and which streams wait for which."""
 
-import ctypes
 import time
 
 import pytest
 from runtime_calls import (
-    BLOCKING,
     INVALID_RESOURCE_HANDLE,
     CudaError,
-    allocate,
     call,
     make_stream,
-    read,
     run_script,
-    write,
 )
 
 pytestmark = pytest.mark.any_torch
 
 LONG = {"STANDIN_DELAY_MS": "60000"}  # nothing runs before somebody waits
-
-
-def test_inline_work_runs_in_the_call():
-    address = allocate()
-    write(address, 7, make_stream())
-    assert read(address) == 7
-
-
-def test_late_work_runs_once_somebody_waits():
-    script = """
-        address, stream = allocate(), make_stream()
-        write(address, 7, stream)
-        before = read(address)
-        synchronize(stream)
-        print(before, read(address))
-    """
-    assert run_script(script, STANDIN_STREAMS="late", **LONG) == "255 7"
 
 
 def test_each_stream_has_a_number_that_no_other_has_had():
@@ -164,12 +142,6 @@ def test_a_destroyed_stream_is_unknown():
     with pytest.raises(CudaError, match=words) as error:
         call("cudaStreamSynchronize", stream)
     assert error.value.code == INVALID_RESOURCE_HANDLE
-
-
-def test_the_flags_of_a_stream_can_be_queried():
-    flags = ctypes.c_uint(9)
-    call("cudaStreamGetFlags", make_stream(BLOCKING), ctypes.byref(flags))
-    assert flags.value == BLOCKING
 
 
 @pytest.mark.parametrize("mode", ["async", "late"])
