@@ -21,7 +21,6 @@ from support.compiling import (
     step,
 )
 from support.groups import messages_sent
-from support.ranks import Ranks
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch.nn.parallel import DistributedDataParallel
@@ -54,12 +53,6 @@ def test_training_equals_eager_in_one_graph(compiling_ranks, backend):
     """A second batch size compiles once more, with a dynamic size; a third one does not."""
     for graphs in compiling_ranks.run(compare, small, backend, 6, [(4,), (4,), (5,), (7,)]):
         assert graphs == [1, 1, 2, 2]
-
-
-def test_on_one_and_on_three_ranks():
-    assert compare(0, 1, small, "aot_eager", 6, [(4,)]) == [1]
-    with Ranks(3, case_seconds=240, collective_seconds=120) as ranks:
-        assert ranks.run(compare, small, "aot_eager", 6, [(4,)]) == [[1]] * 3
 
 
 @pytest.mark.works("torch.compile of layers without weight and bias, without statistics, or frozen")

@@ -1,13 +1,11 @@
 """Failures of compiled layers: the errors of eager ones, on all ranks, also with fullgraph=True."""
 
 import copy
-import os
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from support.ranks import Ranks
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -17,24 +15,6 @@ from syncbn import SyncBatchNorm, convert_sync_batchnorm, sync_batch_norm
 def compiled(model):
     torch._dynamo.reset()
     return torch.compile(model, backend="aot_eager", fullgraph=True)
-
-
-def fail_on_one_rank(rank, world_size):
-    """Rank 0 gets a bad input in eager mode, rank 1 is compiled."""
-    model = convert_sync_batchnorm(nn.Sequential(nn.Conv1d(3, 5, 1), nn.BatchNorm1d(5)))
-    fast = compiled(model) if rank == 1 else model
-    for step_number in range(2):
-        x = torch.rand(4, 3, 5)
-        if step_number == 1 and rank == 0:
-            model[1](x)  # the input has three channels, not five
-        fast(x)
-
-
-def test_bad_input_to_an_eager_rank_fails_the_compiled_one(compiling_ranks):
-    bad, other = compiling_ranks.outcomes(fail_on_one_rank)
-    assert bad.kind == "ValueError" and "[layer " in bad.message
-    assert other.kind == "RuntimeError"
-    assert "another rank of the process group aborted this forward pass" in other.message
 
 
 def test_bad_input_to_a_compiled_layer_is_named():
@@ -95,43 +75,6 @@ def test_tensor_that_does_not_fit_on_one_compiled_rank(compiling_ranks, name):
     assert MISFITS[name][1] in failed.message and "[rank 1 of 2]" in failed.message
     assert failed.kind == ("TypeError" if name == "bias" else "ValueError")
     assert "another rank of the process group aborted" in other.message
-
-
-def disagree_in_one_graph(rank, world_size):
-    model = SyncBatchNorm(3 + rank)
-    compiled(model)(torch.rand(4, 3 + rank, 5))
-
-
-def test_compiled_ranks_with_different_channels_raise(compiling_ranks):
-    outcomes = compiling_ranks.outcomes(disagree_in_one_graph)
-    kinds = sorted(outcome.kind for outcome in outcomes)
-    assert kinds == ["RuntimeError", "ValueError"]
-    text = "".join(outcome.message for outcome in outcomes)
-    assert "expected the same channels on all ranks" in text
-    assert "another rank of the process group aborted" in text
-
-
-def die_in_one_graph(rank, world_size, direction):
-    model = SyncBatchNorm(3)
-    fast = compiled(model)
-    x = torch.rand(4, 3, 5, requires_grad=True)
-    fast(x).sum().backward()
-    if rank == 1 and direction == "forward":
-        os._exit(3)
-    y = fast(x)
-    if rank == 1:
-        os._exit(3)
-    y.sum().backward()
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_compiled_rank_raises_if_another_dies(direction):
-    with Ranks(2, case_seconds=120, collective_seconds=90) as ranks:
-        survivor, dead = ranks.outcomes(die_in_one_graph, direction)
-    assert dead.kind == "died" and dead.message == "exit code 3"
-    assert survivor.kind == "RuntimeError"
-    assert f"the {direction} all-reduce of a SyncBatchNorm layer failed" in survivor.message
-    assert "[rank 0 of 2]" in survivor.message
 
 
 def train_with_meta_on_one_rank(rank, world_size, on_meta):

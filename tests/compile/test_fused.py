@@ -2,43 +2,10 @@
 
 import pytest
 import torch
-from support.fusing import FUSED, make_operands
+from support.fusing import FUSED
 from torch import nn
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, fuse_activations
-
-# Inductor takes many times as long; its residuals and activations are torch's own operators.
-CASES = [(*case, "aot_eager") for case in FUSED]
-CASES += [(*case, "inductor") for case in [("leaky_relu", True), ("silu", False)]]
-
-
-def run(operands, activation, backend):
-    torch._dynamo.reset()
-    leaves = operands.as_leaves()
-    layer = SyncBatchNorm(3, dtype=torch.float64, activation=activation, negative_slope=0.25)
-    layer.weight, layer.bias = nn.Parameter(leaves.weight), nn.Parameter(leaves.bias)
-    call = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
-    y = call(leaves.x, leaves.residual)
-    y.backward(leaves.dy)
-    gradients = [leaves.x.grad, layer.weight.grad, layer.bias.grad]
-    if leaves.residual is not None:
-        gradients.append(leaves.residual.grad)
-    return [y.detach(), *gradients, layer.running_var]
-
-
-@pytest.mark.parametrize(("activation", "with_residual", "backend"), CASES)
-def test_compiled_layers_compute_the_same(activation, with_residual, backend):
-    operands = make_operands((4, 3, 5, 5), "contiguous", torch.float64, with_residual=with_residual)
-    eager = run(operands, activation, None)
-    for ours, right in zip(run(operands, activation, backend), eager, strict=True):
-        torch.testing.assert_close(ours, right)  # float64, by its default tolerances
-
-
-def test_compiled_layer_refuses_a_residual_that_does_not_fit():
-    torch._dynamo.reset()
-    compiled = torch.compile(SyncBatchNorm(3, activation="relu"), backend="aot_eager")
-    with pytest.raises((ValueError, RuntimeError), match="residual to have shape"):
-        compiled(torch.rand(4, 3, 5), torch.rand(4, 3, 4))
 
 
 class Block(nn.Module):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support.cases import make_input, make_mask
-from support.fusing import FUSED, make_operands
+from support.fusing import FUSED, make_layer, make_operands
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,8 +19,7 @@ def spoiled(tensor, mask):
 def run(operands, mask, activation, backend):
     torch._dynamo.reset()
     leaves = operands.as_leaves()
-    layer = SyncBatchNorm(3, dtype=leaves.weight.dtype, activation=activation, negative_slope=0.25)
-    layer.weight, layer.bias = nn.Parameter(leaves.weight), nn.Parameter(leaves.bias)
+    layer = make_layer(leaves, activation)
     call = layer if backend is None else torch.compile(layer, backend=backend, fullgraph=True)
     y = call(leaves.x, leaves.residual, mask=mask)
     y.backward(leaves.dy)

@@ -75,43 +75,6 @@ def test_empty_batch_in_a_graph_updates_nothing():
     assert not any(result.any() for result in results)
 
 
-def test_78656_empty_rank_in_a_graph_makes_no_nan():
-    """Two ranks, one of them empty, in one process: the test adds up their messages."""
-    shape = (4, 3, 5, 5)
-    x, dy = make_input(shape, "contiguous", torch.float32), torch.ones(shape)
-    nothing = torch.empty(0, *shape[1:])
-    layers = [SyncBatchNorm(3, momentum=0.5) for _ in range(2)]
-
-    def both_ranks():
-        totals = ops.batch_norm_stats(x) + ops.batch_norm_stats(nothing)
-        output, *saved = ops.batch_norm_apply(
-            x, totals, None, None, *layers[0].buffers(), 0.5, 1e-5
-        )
-        no_output, *same = ops.batch_norm_apply(
-            nothing, totals, None, None, *layers[1].buffers(), 0.5, 1e-5
-        )
-        mean, invstd, count = saved
-        sums, *_ = ops.batch_norm_backward_reduce(dy, x, mean, invstd)
-        sums += ops.batch_norm_backward_reduce(nothing, nothing, mean, invstd)[0]
-        grad = ops.batch_norm_backward_apply(dy, x, mean, invstd, None, sums, count)
-        no_grad = ops.batch_norm_backward_apply(nothing, nothing, mean, invstd, None, sums, count)
-        return output, no_output, grad, no_grad, *saved, *same
-
-    graph, results = capture(both_ranks)
-    for layer in layers:
-        layer.reset_running_stats()
-    x.copy_(make_input(shape, "contiguous", torch.float32, mean=5.0, seed=1))
-    graph.replay()
-    assert all(torch.isfinite(result).all() for result in results)
-    assert same_bits(results[4:7], results[7:])
-    assert same_bits(layers[0].buffers(), layers[1].buffers())
-    mean, var, tracked = layers[0].buffers()
-    assert tracked.item() == 1
-    # float32 buffers, float sums
-    torch.testing.assert_close(mean, 0.5 * x.mean((0, 2, 3)), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(var, 0.5 + 0.5 * x.var((0, 2, 3)), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("shape", [(64, 4, 28, 28), (4099, 48)])
 def test_graphs_that_replay_at_once_do_not_disturb_each_other(shape):
     """Both are captured on the stream that torch captures on, and replayed on two others."""

@@ -13,18 +13,9 @@ from support import setup_py
 from support.paths import ROOT
 
 import syncbn
-from syncbn.ops import _extension, fallback
+from syncbn.ops import Operators, _extension, fallback
 
 PACKAGE = Path(syncbn.__file__).parent
-OPERATORS = (
-    "batch_norm_apply",
-    "batch_norm_backward",
-    "batch_norm_backward_apply",
-    "batch_norm_backward_reduce",
-    "batch_norm_backward_reduce_dz",
-    "batch_norm_forward",
-    "batch_norm_stats",
-)
 
 built = pytest.mark.skipif(
     not _extension.build_info["cuda_architectures"], reason=f"no nvcc: {_extension.cuda_missing}"
@@ -95,7 +86,7 @@ def test_every_gpu_has_code(gpu):
 @built
 def test_all_operators_are_registered_for_cuda():
     assert "cuda" in _extension.device_types
-    for name in OPERATORS:
+    for name in Operators._fields:
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"syncbn::{name}", "CUDA")
 
 

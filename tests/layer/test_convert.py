@@ -14,7 +14,6 @@ from support.cases import make_input
 from torch import nn
 
 import syncbn.conversion.convert
-import syncbn.fusion.fuse
 from syncbn import (
     SyncBatchNorm,
     SyncBatchNorm1d,
@@ -240,11 +239,6 @@ def test_state_dict_hooks_get_the_new_layer():
     assert len(seen) == 2 and all(module is converted for module in seen)
 
 
-def test_layers_of_a_compiled_model_are_converted():
-    model = torch.compile(nn.Sequential(nn.BatchNorm1d(3)), backend="eager")
-    assert type(convert_sync_batchnorm(model).get_submodule("_orig_mod.0")) is SyncBatchNorm1d
-
-
 @pytest.fixture(params=["import first", "swap first"])
 def swapped(request, monkeypatch):
     """The converters in a program that swaps torch's name for ours."""
@@ -308,15 +302,6 @@ def test_synchronized_layer_keeps_its_group_unless_one_is_given(two_ranks):
     assert two_ranks.run(groups) == [[True] * 6] * 2
 
 
-def test_layer_of_given_group(two_ranks):
-    assert two_ranks.run(converted_group) == [True, True]
-
-
-def converted_group(rank, world_size):
-    group = dist.new_group([0, 1])
-    return convert_sync_batchnorm(nn.BatchNorm1d(3), group).process_group is group
-
-
 @pytest.mark.works("`revert_sync_batchnorm`")
 @pytest.mark.filterwarnings("error")
 def test_revert_gives_the_classes_back():
@@ -368,21 +353,9 @@ def test_layer_checks_dimensions_as_the_class_that_it_comes_from(cls, dims, trai
         assert new.num_batches_tracked == 0
 
 
-def test_layer_that_is_ours_already_gets_its_name():
-    converted = convert_sync_batchnorm(nn.Sequential(SyncBatchNorm(3)))
-    with pytest.raises(ValueError, match=r"\[layer '0'\]"):
-        converted(torch.rand(2, 4))
-
-
 def test_last_conversion_decides_the_name():
     block = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm2d(3)))
     converted = convert_sync_batchnorm(nn.Sequential(nn.ReLU(), block, copy.deepcopy(block)))
     for path in ("1.0", "2.0"):
         with pytest.raises(ValueError, match=rf"\[layer '{path}'\]"):
             converted.get_submodule(path)(torch.rand(2, 4, 5, 5))
-
-
-def test_errors_carry_the_name_of_the_layer():
-    converted = convert_sync_batchnorm(nn.Sequential(nn.Sequential(nn.BatchNorm2d(3))))
-    with pytest.raises(ValueError, match=r"3 channels .* but got 4 .* \[layer '0\.0'\]"):
-        converted(torch.rand(2, 4, 5, 5))

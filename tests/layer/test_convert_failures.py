@@ -10,6 +10,7 @@ from syncbn import (
     SyncBatchNorm,
     SyncBatchNorm2d,
     convert_sync_batchnorm,
+    explain_fusion,
     fuse_activations,
     revert_sync_batchnorm,
 )
@@ -41,10 +42,13 @@ def test_model_that_awaits_prepare_qat_is_an_error_and_nothing_is_changed():
     assert type(fused[0][1]) is type(fused[2]) is nn.BatchNorm2d
 
 
-@pytest.mark.parametrize("convert", [convert_sync_batchnorm, revert_sync_batchnorm])
-def test_not_a_module(convert):
+@pytest.mark.parametrize(
+    "function",
+    [convert_sync_batchnorm, revert_sync_batchnorm, fuse_activations, explain_fusion],
+)
+def test_not_a_module(function):
     with pytest.raises(TypeError, match=r"expected a torch.nn.Module, but got dict"):
-        convert({})
+        function({})
 
 
 def test_wrong_group_changes_nothing():

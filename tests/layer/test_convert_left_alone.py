@@ -15,16 +15,6 @@ def test_layer_with_a_forward_of_its_own_instance_is_left_alone_and_named(conver
         assert convert(nn.Sequential(layer))[0] is layer
 
 
-def test_revert_leaves_a_subclass_with_its_own_forward_alone_and_names_it():
-    class Tripled(SyncBatchNorm):
-        def forward(self, input):
-            return 3 * super().forward(input)
-
-    with pytest.warns(UserWarning, match=r"'0' is a Tripled.* still synchronizes"):
-        reverted = revert_sync_batchnorm(nn.Sequential(Tripled(3)))
-    assert type(reverted[0]) is Tripled
-
-
 class Split(nn.BatchNorm2d):
     """One half of the batch goes through a layer of its own."""
 

@@ -63,16 +63,6 @@ def test_expanded_gradient():
     torch.testing.assert_close(x.grad, y.grad)  # float64 rounding
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("shape", [(2, 8, 3, 5), (2, 8, 3, 5, 2)])
-def test_slice_with_gaps_keeps_its_memory_format(shape, layout):
-    x = make_input(shape, layout, torch.float64)[:, 2:6]
-    output = sync_batch_norm(x, None, None, training=True)
-    expected = F.batch_norm(x, None, None, training=True)
-    assert output.stride() == expected.stride()
-    torch.testing.assert_close(output, expected)  # float64 rounding
-
-
 def test_running_statistics_may_change_before_backward():
     x = make_input((3, 2, 4), "contiguous", torch.float64).requires_grad_()
     mean, var = torch.zeros(2).double(), torch.ones(2).double()

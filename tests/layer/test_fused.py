@@ -1,8 +1,5 @@
 """A residual and an activation in the layer's own passes, against torch's separate modules."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,8 +8,8 @@ from support.cases import DTYPES, make_input
 from support.fusing import (
     ACTIVATIONS,
     FUSED,
-    SLOPE,
     assert_error_at_most_twice,
+    make_layer,
     make_operands,
     run_separately,
     sum_errors,
@@ -30,17 +27,6 @@ from syncbn import (
 pytestmark = pytest.mark.usefixtures("each_device")
 
 fused = pytest.mark.parametrize(("activation", "with_residual"), FUSED)
-
-
-def make_layer(operands, activation):
-    layer = SyncBatchNorm(
-        operands.x.size(1),
-        dtype=operands.weight.dtype,
-        activation=activation,
-        negative_slope=SLOPE,
-    )
-    layer.weight, layer.bias = nn.Parameter(operands.weight), nn.Parameter(operands.bias)
-    return layer
 
 
 def run_layer(operands, activation):
@@ -90,43 +76,6 @@ def test_backward_sees_the_sign_that_forward_saw(shape, layout, dtype):
     dims = [d for d in range(y.dim()) if d != 1]
     assert torch.equal(layer.bias.grad.double(), (y > 0).double().sum(dims))
     assert 0.05 < (y > 0).double().mean() < 0.95
-
-
-@fused
-def test_second_derivatives(activation, with_residual):
-    operands = make_operands((3, 4, 5), "contiguous", torch.float64, with_residual=with_residual)
-
-    def gradients(function):
-        leaves = operands.as_leaves()
-        inputs = [
-            t for t in (leaves.x, leaves.weight, leaves.bias, leaves.residual) if t is not None
-        ]
-        y = function(leaves)
-        first = torch.autograd.grad(y, inputs, leaves.dy, create_graph=True)
-        seeds = [make_input(g.shape, "contiguous", g.dtype, seed=9) for g in first]
-        total = sum((g * s).sum() for g, s in zip(first, seeds, strict=True))
-        second = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
-        return [*first, *second]
-
-    def ours(o):
-        return sync_batch_norm(
-            o.x,
-            None,
-            None,
-            o.weight,
-            o.bias,
-            training=True,
-            residual=o.residual,
-            activation=activation,
-            negative_slope=SLOPE,
-        )
-
-    def theirs(o):
-        z = F.batch_norm(o.x, None, None, o.weight, o.bias, training=True)
-        return ACTIVATIONS[activation](z if o.residual is None else z + o.residual)
-
-    for our, their in zip(gradients(ours), gradients(theirs), strict=True):
-        torch.testing.assert_close(our, their)  # float64, by its default tolerances
 
 
 @fused
@@ -248,11 +197,6 @@ def test_under_autocast_a_residual_of_another_dtype_is_an_error():
         SyncBatchNorm(3)(x.bfloat16(), x)
 
 
-def test_modules_are_no_activations():
-    with pytest.raises(ValueError, match=r"one of None, 'relu', .* but got ReLU\(\)"):
-        SyncBatchNorm(3, activation=nn.ReLU())
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_module_that_is_set_later_is_an_error(training):
     for layer in (SyncBatchNorm(3), convert_sync_batchnorm(nn.BatchNorm1d(3))):
@@ -305,12 +249,6 @@ def test_repr_shows_the_package_and_options_that_are_not_default():
     layer = SyncBatchNorm(3, activation="leaky_relu", negative_slope=0.2)
     assert repr(layer).endswith("activation='leaky_relu', negative_slope=0.2)")
     assert "negative_slope" not in repr(SyncBatchNorm(3, activation="relu"))
-
-
-def test_copies_and_pickles_keep_the_activation():
-    layer = SyncBatchNorm(3, activation="leaky_relu", negative_slope=0.2)
-    for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert (other.activation, other.negative_slope) == ("leaky_relu", 0.2)
 
 
 @fused

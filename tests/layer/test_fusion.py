@@ -46,22 +46,6 @@ def test_neighbours_in_a_sequential():
     assert not any(module.training for module in model.modules())
 
 
-@pytest.fixture(params=["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
-def default_device(request):
-    torch.set_default_device(request.param)
-    yield
-    torch.set_default_device(None)
-
-
-def test_default_device_other_than_the_cpu(default_device):
-    """A trial of the code draws random numbers, whose generator's state stays on the CPU."""
-    model = block(lambda m, x: m.relu(m.bn1(x)))
-    drawn = torch.get_rng_state()
-    assert len(explain_fusion(model).fused) == 1
-    assert fuse_activations(model) is model and isinstance(model, FusedModule)
-    assert torch.equal(torch.get_rng_state(), drawn)
-
-
 def test_sequential_that_only_constructs_itself_and_has_hooks():
     class ConvBlock(nn.Sequential):
         def __init__(self):
@@ -229,12 +213,6 @@ def test_single_layers():
     assert fuse_activations(layer) is layer
     assert explain_fusion(layer).left == [("", "is the model")]
     assert explain_fusion(SyncBatchNorm(3, activation="silu")).fused == [("", "silu", False)]
-
-
-@pytest.mark.parametrize("function", [fuse_activations, explain_fusion])
-def test_not_a_module(function):
-    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, but got dict"):
-        function({})
 
 
 @pytest.mark.parametrize("whole", [False, True])

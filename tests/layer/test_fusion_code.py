@@ -105,22 +105,6 @@ def test_an_addend_of_a_wider_dtype(in_place):
     assert ours.dtype == expected.dtype and torch.equal(ours, expected)
 
 
-def test_one_activation_at_several_positions_and_a_residual_block():
-    def code(m, x):
-        y = m.relu(m.bn1(m.conv1(x)))
-        y = m.bn2(m.conv2(y))
-        identity = m.down(x)
-        y += identity
-        return m.relu(y)
-
-    model = block(code)
-    fused = fuse_a_copy(model, make_input())
-    report = explain_fusion(model)
-    assert names(report) == [("bn1", "relu", False), ("bn2", "relu", True)]
-    assert report.left == [("down.1", "is added to another layer, which is fused")]
-    assert "self.down(" in fused._syncbn_code  # a call, as before
-
-
 def test_of_two_layers_that_are_added_one_is_fused():
     model = block(lambda m, x: m.relu(m.bn1(x) + m.bn2(x)))
     fuse_a_copy(model, make_input())
@@ -272,10 +256,6 @@ def add_to_an_addend_that_changes(m, x):
     return other
 
 
-def ask(m, x):
-    return m.relu(m.bn1(x)) if isinstance(x, torch.Tensor) else x
-
-
 def use_and_return(m, x):
     y = m.bn1(x)
     return m.relu(y) + y
@@ -384,17 +364,6 @@ def test_addition_in_place_to_another_value_is_left():
     model = block(code, inputs=2)
     fuse_a_copy(model, make_input(), make_input(1))
     assert names(explain_fusion(model)) == [("bn2", "relu", False)]
-
-
-def test_code_that_asks_for_types_is_left():
-    class Asking(Block):
-        def forward(self, x):
-            return self.helper(x)
-
-        def helper(self, x):
-            return ask(self, x) if isinstance(x, torch.Tensor) else x
-
-    assert reason(Asking()) == ASKS
 
 
 def optional(self, x, other=None):

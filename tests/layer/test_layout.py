@@ -63,9 +63,3 @@ def test_dimensions_of_size_one_do_not_affect_the_layout():
     layer = SyncBatchNorm(2)
     for training in (True, False):
         assert layer.train(training)(x).is_contiguous(memory_format=torch.channels_last)
-
-
-def test_output_can_be_viewed_as_torchs():
-    x = torch.randn(8, 50, 16).transpose(1, 2)
-    for training in (True, False):
-        assert SyncBatchNorm(16).train(training)(x).view(8, -1).shape == (8, 800)

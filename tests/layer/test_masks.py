@@ -14,6 +14,7 @@ from support.fusing import (
     SLOPE,
     Operands,
     assert_error_at_most_twice,
+    make_layer,
     make_operands,
     run_separately,
     sum_errors,
@@ -48,26 +49,17 @@ def spoiled(tensor, mask):
     return torch.empty_like(tensor).copy_(torch.where(mask.unsqueeze(1), tensor, torch.nan))
 
 
-def make_masked(shape, layout, dtype, *, with_residual):
+def make_masked(shape, layout, dtype, *, with_residual, masks=True):
     """Return operands with NaN at masked places, the mask, and the operands' valid rows."""
     whole = make_operands(shape, layout, dtype, with_residual=with_residual)
     mask = make_mask(whole.x)
+    if not masks:
+        mask = torch.ones_like(mask)
     rows = Operands(*(valid(t, mask) for t in whole[:2]), *whole[2:4], valid(whole.residual, mask))
     masked = whole._replace(
         x=spoiled(whole.x, mask), dy=spoiled(whole.dy, mask), residual=spoiled(whole[4], mask)
     )
     return masked, mask, rows
-
-
-def make_layer(operands, activation):
-    layer = SyncBatchNorm(
-        operands.x.size(1),
-        dtype=operands.weight.dtype,
-        activation=activation,
-        negative_slope=SLOPE,
-    )
-    layer.weight, layer.bias = nn.Parameter(operands.weight), nn.Parameter(operands.bias)
-    return layer
 
 
 def run_layer(operands, mask, activation):
@@ -228,9 +220,10 @@ def test_evaluation(tracked, activation, with_residual):
 
 
 @following
-def test_second_derivatives(activation, with_residual):
+@pytest.mark.parametrize("masks", [True, False])
+def test_second_derivatives(activation, with_residual, masks):
     masked, mask, rows = make_masked(
-        (3, 4, 5), "contiguous", torch.float64, with_residual=with_residual
+        (3, 4, 5), "contiguous", torch.float64, with_residual=with_residual, masks=masks
     )
     seeds = [make_input(t.shape, "contiguous", t.dtype, seed=9) for t in masked if t is not None]
 
@@ -245,7 +238,7 @@ def test_second_derivatives(activation, with_residual):
         return [*first, *second]
 
     def ours(o):
-        return make_function(o, mask, activation)
+        return make_function(o, mask if masks else None, activation)
 
     def theirs(o):
         z = F.batch_norm(o.x, None, None, o.weight, o.bias, training=True)

@@ -68,20 +68,6 @@ def test_repr_and_attributes_are_torchs(options):
         assert getattr(ours, name) == getattr(theirs, name)
 
 
-def test_bias_false():
-    layer = SyncBatchNorm(3, bias=False)
-    assert layer.bias is None and layer.weight is not None
-    assert list(layer.state_dict()) == [
-        "weight",
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
-    ]
-    x = make_input((4, 3, 5), "contiguous", torch.float32)
-    expected = nn.BatchNorm1d(3, affine=False)(x)
-    torch.testing.assert_close(layer(x), expected)  # float32 rounding
-
-
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"affine": False}])
 def test_reset_parameters(options):
     layer = SyncBatchNorm(3, **options)
@@ -287,11 +273,6 @@ def test_loaded_layer_is_another_layer():
     assert loaded._syncbn.identity.key != layer._syncbn.identity.key
     assert loaded._syncbn.identity.number == layer._syncbn.identity.number
     assert loaded._syncbn.identity.name == "body.bn1"
-
-
-def test_pickle_without_group_does_not_warn():
-    layer = pickle.loads(pickle.dumps(SyncBatchNorm(3)))
-    assert isinstance(layer, SyncBatchNorm) and layer.process_group is None
 
 
 def test_public_names():

@@ -115,19 +115,6 @@ def test_derivatives_of_second_and_third_order_are_those_of_the_whole_batch(any_
             torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9 * wanted.abs().max())
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (3, 2, 5, 4)])
-def test_reference_is_torchs_batch_norm(shape):
-    x = make_input(shape, "contiguous", torch.float64).requires_grad_()
-    weight = torch.rand(shape[1]).double().requires_grad_()
-    bias = torch.rand(shape[1]).double().requires_grad_()
-    dy = make_input(shape, "contiguous", torch.float64, seed=1)
-    y = torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True)
-    torch.testing.assert_close(reference.batch_norm(x, weight, bias), y)
-    expected = torch.autograd.grad(y, (x, weight, bias), dy)
-    actual = reference.batch_norm_backward(dy, x, weight, 1e-5)
-    torch.testing.assert_close(actual, expected)  # float64 rounding
-
-
 def gradient_penalty(rank, world_size):
     """As in WGAN-GP: a gradient of the input's gradient, with an empty rank."""
     x = make_input((4, 2, 3), "contiguous", torch.float64)

@@ -1,8 +1,8 @@
 """Defects of torch.nn.SyncBatchNorm that this layer must not have: one test for each.
 
 The numbers are PyTorch's issues. A NaN where an empty rank meets a CUDA graph (78656) is in
-tests/cuda/test_graphs.py. Uncoalesced reads of a gradient in another layout than its input show on
-a GPU only; the result is tested here.
+tests/ranks/test_cuda_ranks.py. Uncoalesced reads of a gradient in another layout than its input
+show on a GPU only; the result is tested here.
 """
 
 import copy

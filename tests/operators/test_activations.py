@@ -69,19 +69,8 @@ def test_special_values_as_torch_treats_them(activation, slope):
     values = [float("nan"), float("inf"), -float("inf"), 0.0, -0.0, 1e-45, -1e-45, 200.0, -200.0]
     z = torch.tensor(values * 4).view(4, 3, 3)
     zeros = torch.zeros_like(z)
-    output, *_ = ops.batch_norm_apply(
-        zeros,
-        ops.batch_norm_stats(zeros),
-        *(None,) * 5,
-        0.1,
-        1.0,
-        None,
-        None,
-        z,
-        activation,
-        slope,
-        None,
-    )
+    normalization = (zeros, ops.batch_norm_stats(zeros), *[None] * 5, 0.1, 1.0, None, None)
+    output, *_ = ops.batch_norm_apply(*normalization, z, activation, slope, None)
     expected = [None, F.relu(z), F.leaky_relu(z, slope), F.silu(z)][activation]
     torch.testing.assert_close(output, expected, equal_nan=True, rtol=1e-6, atol=1e-44)
 
@@ -91,23 +80,8 @@ def test_constants_are_those_of_the_normalization(with_weight):
     x = make_input((4, 3, 5), "contiguous", torch.float32)
     weight = torch.rand(3) if with_weight else None
     constants = torch.empty(6, dtype=torch.float64)
-    _, mean, invstd, _ = ops.batch_norm_apply(
-        x,
-        ops.batch_norm_stats(x),
-        weight,
-        None,
-        None,
-        None,
-        None,
-        0.1,
-        1e-5,
-        None,
-        None,
-        None,
-        RELU,
-        0.0,
-        constants,
-    )
+    normalization = (x, ops.batch_norm_stats(x), weight, *[None] * 4, 0.1, 1e-5, None, None)
+    _, mean, invstd, _ = ops.batch_norm_apply(*normalization, None, RELU, 0.0, constants)
     scale, shift = constants.view(2, 3)
     assert torch.equal(scale, invstd * (1.0 if weight is None else weight.double()))
     torch.testing.assert_close(shift, (mean.float() - mean) * scale)  # float64

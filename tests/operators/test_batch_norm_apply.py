@@ -86,17 +86,6 @@ def test_running_statistics_move_toward_mean_and_unbiased_variance(buffer_dtype,
     assert tracked.item() == 8
 
 
-def test_cumulative_average():
-    mean, var, tracked = torch.zeros(2), torch.ones(2), torch.tensor(0)
-    batches = [make_input((6, 2), "contiguous", torch.float32, seed=seed) for seed in range(3)]
-    for x in batches:
-        apply(x, mean=mean, var=var, tracked=tracked, momentum=None)
-    # three float32 roundings of a running average
-    torch.testing.assert_close(mean, torch.stack([x.mean(0) for x in batches]).mean(0))
-    torch.testing.assert_close(var, torch.stack([x.var(0) for x in batches]).mean(0))
-    assert tracked.item() == 3
-
-
 def test_strided_parameters_and_buffers():
     x = make_input((4, 3, 5), "contiguous", torch.float32)
     table = torch.rand(3, 4)

@@ -128,16 +128,3 @@ def test_unaligned_storage(layout, dtype):
     moved = torch.empty(x.numel() + 1, dtype=dtype)[1:].as_strided(x.shape, x.stride(), 1).copy_(x)
     assert moved.data_ptr() % (2 * moved.element_size()) != 0 or moved.element_size() == 8
     check_moments(moved)
-
-
-def test_channels_last_and_contiguous_agree():
-    x = make_input((3, 17, 7, 7), "contiguous", torch.float64)
-    a = ops.batch_norm_stats(x)
-    b = ops.batch_norm_stats(x.contiguous(memory_format=torch.channels_last))
-    torch.testing.assert_close(a, b, rtol=1e-14, atol=0.0)  # the order of double sums
-
-
-def test_each_channel_is_summed_separately():
-    x = torch.zeros(2, 3, 4)
-    x[:, 1] = 1.0
-    assert ops.batch_norm_stats(x).tolist() == [0, 8, 0, 0, 8, 0, 8]

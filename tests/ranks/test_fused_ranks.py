@@ -2,78 +2,14 @@
 
 import pytest
 import torch
-from support.cases import assert_normalized_close, make_input, to_layout
-from support.fusing import ACTIVATIONS, make_operands, run_separately
+from support.cases import make_input
 from support.groups import messages_sent
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from syncbn import SyncBatchNorm, convert_sync_batchnorm, fuse_activations
 
-# Rows of the whole batch that each rank gets, by world size; 0 is an empty rank.
-SPLITS = {1: [(6,)], 2: [(3, 3), (1, 5), (0, 6)], 3: [(1, 2, 3), (0, 0, 6)]}
 SHAPE = (6, 5, 3, 7)
-
-
-def run_fused(rank, world_size, activation, with_residual, dtype, layout, split):
-    whole = make_operands(SHAPE, "contiguous", dtype, with_residual=with_residual)
-    x, dy, residual = (
-        None if t is None else to_layout(t.split(split)[rank], layout)
-        for t in (whole.x, whole.dy, whole.residual)
-    )
-    x.requires_grad_()
-    layer = SyncBatchNorm(
-        SHAPE[1], dtype=whole.weight.dtype, activation=activation, negative_slope=0.25
-    )
-    layer.weight, layer.bias = nn.Parameter(whole.weight), nn.Parameter(whole.bias)
-    with messages_sent() as messages:
-        y = layer(x, None if residual is None else residual.requires_grad_())
-        y.backward(dy)
-    # As many as without: one each way, or none in one process.
-    assert [message.numel() for message in messages] == (
-        [] if world_size == 1 else [2 * SHAPE[1] + 4] * 2
-    )
-    results = [y, x.grad, layer.weight.grad, layer.bias.grad]
-    return [t.detach() for t in ([*results, residual.grad] if with_residual else results)]
-
-
-def worlds():
-    for world_size, splits in SPLITS.items():
-        for split in splits:
-            yield pytest.param(world_size, split, id=f"{world_size}-{split}")
-
-
-CASES = [
-    (activation, with_residual, dtype)
-    for activation in ACTIVATIONS
-    for with_residual in (False, True)
-    for dtype in (torch.float32, torch.bfloat16)
-]
-
-
-def run_all(rank, world_size, layout, split):
-    return [run_fused(rank, world_size, *case, layout, split) for case in CASES]
-
-
-@pytest.mark.parametrize(("world_size", "split"), [*worlds()])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-def test_matches_the_whole_batch(world_size, split, layout, ranks):
-    of_ranks = ranks(world_size).run(run_all, layout, split)
-    for (activation, with_residual, dtype), *results in zip(CASES, *of_ranks, strict=True):
-        whole = make_operands(SHAPE, "contiguous", dtype, with_residual=with_residual)
-        exact = run_separately(whole.as_leaves(torch.float64), activation)
-        for i, right in enumerate(exact):
-            parts = [result[i] for result in results]
-            if i in (2, 3):  # sums over each rank, together those of the whole batch
-                # 126 terms of 8 roundings each.
-                torch.testing.assert_close(sum(parts).double(), right, rtol=0.0, atol=126 * 1e-6)
-                continue
-            # A few products, and the derivative of SiLU.
-            extra = 8 * torch.finfo(torch.float32).eps
-            is_stored = with_residual or activation == "silu"  # the activation's gradient
-            if dtype == torch.bfloat16 and i == 1 and is_stored:
-                extra = 4 * torch.finfo(dtype).eps  # of its rounding
-            assert_normalized_close(torch.cat(parts), right, dtype, extra)
 
 
 def fit_on_one_rank(rank, world_size, residuals):

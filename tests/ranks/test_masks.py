@@ -3,9 +3,8 @@
 import pytest
 import torch
 from support.cases import DTYPES, assert_normalized_close, make_mask, to_layout
-from support.fusing import FUSED, make_operands, run_separately
+from support.fusing import FUSED, make_layer, make_operands, run_separately
 from support.groups import messages_sent
-from torch import nn
 
 from syncbn import SyncBatchNorm, sync_batch_norm
 
@@ -54,10 +53,7 @@ def run_masked(rank, world_size, activation, with_residual, dtype, layout, split
         for t in (x, dy, residual)
     )
     x.requires_grad_()
-    layer = SyncBatchNorm(
-        SHAPE[1], dtype=whole.weight.dtype, activation=activation, negative_slope=0.25
-    )
-    layer.weight, layer.bias = nn.Parameter(whole.weight), nn.Parameter(whole.bias)
+    layer = make_layer(whole, activation)
     given = None if kind == "ranks without a mask" and rank < world_size - 1 else mask
     with messages_sent() as messages:
         y = layer(x, None if residual is None else residual.requires_grad_(), mask=given)

@@ -118,19 +118,6 @@ def test_an_error_of_an_operator_fails_the_others(wrong, direction, two_ranks):
     assert f"aborted this {direction} pass" in other.message
 
 
-def replace_all_reduce(rank, world_size):
-    layer = SyncBatchNorm(4)
-    for _ in range(2):
-        layer(torch.randn(4, 4))
-    with mock.patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as replaced:
-        output = layer(torch.randn(4, 4))
-    return replaced.call_count, is_made_in_cpp(output)
-
-
-def test_a_program_that_replaces_all_reduce_is_called(two_ranks):
-    assert two_ranks.run(replace_all_reduce) == [(1, False)] * 2
-
-
 class Recorded:
     """The library, and whether it has made the sums that graphs have asked it for."""
 

@@ -18,12 +18,6 @@ def add_ranks(rank, world_size, offset):
     return total.item()
 
 
-def fail_on_one(rank, world_size):
-    if rank == 1:
-        raise ValueError("rank one is unwell")
-    return rank
-
-
 def hang_on_one(rank, world_size):
     if rank == 1:
         while True:
@@ -50,16 +44,6 @@ def test_ranks_import_what_tests_import(two_ranks):
     assert two_ranks.run(find_package) == [syncbn.__file__] * 2
 
 
-def test_results_of_each_rank_come_back(any_world):
-    expected = sum(rank + 5.0 for rank in range(any_world.world_size))
-    assert any_world.run(add_ranks, 5) == [expected] * any_world.world_size
-
-
-def test_failure_names_the_rank_and_shows_its_traceback():
-    with Ranks(2) as ranks, pytest.raises(RankError, match=r"(?s)rank 1: Traceback.*is unwell"):
-        ranks.run(fail_on_one)
-
-
 def test_warning_of_syncbn_on_a_rank_is_an_error_unless_the_test_ignores_it(two_ranks):
     with pytest.raises(RankError, match="rank 1: Traceback(?s:.*)UserWarning: the words"):
         two_ranks.run(warn_on_one, "syncbn.modules")
@@ -72,18 +56,10 @@ def test_warning_of_torch_on_a_rank_is_no_error(two_ranks):
     assert two_ranks.run(warn_on_one, "torch.compiler") == [None, None]
 
 
-def test_set_is_usable_after_a_failure():
-    with Ranks(2) as ranks:
-        with pytest.raises(RankError):
-            ranks.run(fail_on_one)
-        ranks.outcomes(fail_on_one)
-        assert ranks.run(add_ranks, 0) == [1.0, 1.0]
-
-
 def test_hang_fails_with_the_stack():
     with Ranks(2) as ranks:
         ranks.run(add_ranks, 0)
-        ranks.case_seconds = 3
+        ranks.case_seconds = 1
         with pytest.raises(RankError, match=r"(?s)rank 1: hung.*in hang_on_one"):
             ranks.run(hang_on_one)
 

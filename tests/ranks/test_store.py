@@ -39,7 +39,7 @@ def keep_nothing(rank, world_size, steps):
 
 def test_steps_leave_nothing_in_the_store_or_in_memory():
     with Ranks(2) as ranks:
-        for early, late in ranks.run(keep_nothing, 1000):
+        for early, late in ranks.run(keep_nothing, 100):
             assert early == late
 
 
@@ -183,27 +183,6 @@ def test_text_of_every_error_survives_the_store(error, text):
     state = group_state(group)
     state.store.write_abort(PassReport(0, 0, 1, text_of(error)))
     assert state.store.read_abort() == (0, 0, 1, text)
-
-
-def raise_unencodable(rank, world_size):
-    layer = SyncBatchNorm(3)
-    if rank == 1:
-        with pytest.raises(ValueError, match="corrupt"):
-            recompute_statistics(layer, iter_then_raise())
-        return ""
-    with pytest.raises(RuntimeError) as error:
-        recompute_statistics(layer, [torch.rand(4, 3)] * 3)
-    return str(error.value)
-
-
-def iter_then_raise():
-    yield torch.rand(4, 3)
-    raise ValueError("corrupt image caf\udce9.jpg")
-
-
-def test_error_that_is_not_unicode_aborts_on_all_ranks(two_ranks):
-    words, _ = two_ranks.run(raise_unencodable)
-    assert "rank 1: ValueError: corrupt image caf\\udce9.jpg" in words
 
 
 def test_sizes_of_double_backward_passes_are_not_channels():

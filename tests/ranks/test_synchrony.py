@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from support.groups import make_by_hand
+from support.groups import make_by_hand, messages_sent
 from support.ranks import Failure
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -198,18 +198,9 @@ def test_groups_are_compared_in_one_order(two_ranks):
 
 
 def count_collectives(rank, world_size):
-    calls, all_reduce = [], dist.all_reduce
-
-    def counted(tensor, *args, **kwargs):
-        calls.append(tensor.numel() * tensor.element_size())
-        return all_reduce(tensor, *args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
+    with messages_sent() as messages:
         check_synchronized(make_model())
-    finally:
-        dist.all_reduce = all_reduce
-    return calls
+    return [message.nbytes for message in messages]
 
 
 def test_one_small_collective_if_all_is_equal(any_world):

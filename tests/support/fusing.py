@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from support.cases import make_input, make_vector
+from syncbn import SyncBatchNorm
 
 ACTIVATIONS = {
     None: lambda z: z,
@@ -54,6 +55,18 @@ def make_operands(
         make_vector(shape[1], parameter_dtype, seed=3),
         make_input(shape, layout, dtype, mean=0.0, std=1.0, seed=4) if with_residual else None,
     )
+
+
+def make_layer(operands: Operands, activation: str | None) -> SyncBatchNorm:
+    """The layer with the operands' parameters."""
+    layer = SyncBatchNorm(
+        operands.x.size(1),
+        dtype=operands.weight.dtype,
+        activation=activation,
+        negative_slope=SLOPE,
+    )
+    layer.weight, layer.bias = nn.Parameter(operands.weight), nn.Parameter(operands.bias)
+    return layer
 
 
 def run_separately(operands: Operands, activation: str | None) -> list[Tensor]:
