@@ -238,6 +238,13 @@ def test_input_on_the_cpu_beside_a_status_on_cuda_is_an_error():
         run("batch_norm_apply", (*args, None, status))
 
 
+@pytest.mark.parametrize(("number", "dtype"), [(1, torch.float32), (2, torch.float64)])
+def test_status_of_another_kind_is_an_error(number, dtype):
+    args = arguments("batch_norm_apply", torch.rand(3, 4))
+    with pytest.raises(RuntimeError, match="expected status to be one float64"):
+        run("batch_norm_apply", (*args, None, torch.zeros(number, dtype=dtype)))
+
+
 @pytest.mark.parametrize("name", MASKED_OPS)
 def test_a_mask_is_an_error(name):
     args = arguments(name, make_input((3, 4, 5), "contiguous", torch.float32))
