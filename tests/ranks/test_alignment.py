@@ -106,21 +106,23 @@ def test_ranks_that_cannot_get_in_step_raise():
 def stop_late(rank, world_size):
     """Rank 1 does not learn of rank 0's failure while rank 0 waits."""
     group, layer = dist.group.WORLD, SyncBatchNorm(3)
-    step(layer)
+    for _ in range(3):  # C++ would make the next pass
+        step(layer)
     group_state(group).is_misaligned = rank == 0
     dist.barrier()
     if rank == 1:
         time.sleep(3)
         alignment.align(group_state(group), CPU)
         step(layer)
-        return ""
+        return "", group_state(group).is_misaligned
     settled = alignment.align(group_state(group), CPU, timeout=timedelta(seconds=1))
     step(layer)  # waits for rank 1
-    return settled.hindrance
+    return settled.hindrance, group_state(group).is_misaligned
 
 
 def test_rank_that_has_failed_waits_for_the_others_before_its_next_pass(two_ranks):
-    assert two_ranks.run(stop_late) == ["rank 1 does not know of it yet", ""]
+    expected = [("rank 1 does not know of it yet", False), ("", False)]
+    assert two_ranks.run(stop_late) == expected
 
 
 def test_note_of_a_pass_in_inference_mode_can_be_cleared():
