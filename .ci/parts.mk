@@ -12,6 +12,7 @@ all: oldest newest python
 # compile that once. PIP_NO_COMPILE is the value of pip's option to compile, so 0 turns it off.
 export PIP_NO_COMPILE := 0
 unexport PYTHONDONTWRITEBYTECODE
+# The reason is in Makefile, which exports it to its own tests only.
 export OMP_WAIT_POLICY := PASSIVE
 # Else Inductor compiles a program for each set of vector instructions: 23 seconds with each torch.
 export TORCHINDUCTOR_VEC_ISA_OK := 1

@@ -1,4 +1,4 @@
-"""The layer on CUDA: launches, waiting, streams, mixed precision, compilation."""
+"""The layer on CUDA: launches, copies, waits, streams, mixed precision."""
 
 import copy
 
