@@ -225,8 +225,8 @@ PASS_MODULE = "_pass_torch_" + "_".join(torch.__version__.split(".")[:2])
 extensions.append(
     CppExtension(
         f"syncbn.{PASS_MODULE}",
-        sources=sorted(glob("csrc/pass/*.cpp")),
-        depends=sorted(glob("csrc/pass/*.h")),
+        sources=["csrc/pass/module.cpp"],
+        depends=sorted(glob("csrc/pass/*")),
         define_macros=[("SYNCBN_PASS_MODULE", PASS_MODULE), BUILT_WITH_TORCH],
         extra_compile_args=COMPILE_FLAGS,
         optional=True,

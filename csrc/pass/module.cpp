@@ -1,10 +1,16 @@
 // The Python module syncbn._pass_torch_X_Y: the usual training pass, for one minor version of
 // torch, whose full C++ interface it uses.
 
+// All files are one translation unit: torch's headers are half the work of compiling it, and each
+// file by itself would read them again.
 #include <torch/csrc/Exceptions.h>
 
-#include "group.h"
-#include "training.h"
+// NOLINTBEGIN(bugprone-suspicious-include)
+#include "arguments.cpp"
+#include "group.cpp"
+#include "python.cpp"
+#include "training.cpp"
+// NOLINTEND(bugprone-suspicious-include)
 
 namespace py = pybind11;
 using syncbn::pass::Group;
