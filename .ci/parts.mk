@@ -51,10 +51,10 @@ newest: built torch again
 
 # The wheel has the training pass in C++ for the oldest torch, and build/again/site for the newest.
 # Python makes the passes where there is none: in all that `newest` runs of the wheel, and here. Tests
-# of the ranks themselves and of a device that has no passes in C++ do not run twice.
+# of the ranks themselves, of a restart and of a device that has no passes in C++ do not run twice.
 python: built
 	SYNCBN_PYTHON_PASS=1 .venv-oldest/bin/pytest $(filter-out $(MAIN_TESTS) \
-	    tests/ranks/test_ranks.py tests/ranks/test_plain_ranks.py,$(wildcard tests/ranks/test_*.py))
+	    $(patsubst %,tests/ranks/test_%.py,ranks restart plain_ranks),$(wildcard tests/ranks/test_*.py))
 
 # The README's other installation: pip builds the sdist with the newest torch, and the oldest loads
 # the result. CPU operators only: the stand-in compiles the others with the newest torch. In a folder

@@ -42,8 +42,9 @@ def make_step(shape, layout="contiguous", dtype=torch.float32, **options):
 @pytest.mark.parametrize(
     "options", [{}, {"momentum": None}, {"activation": "relu"}, {"activation": "silu"}], ids=str
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("contiguous", torch.float32), ("channels_last", torch.bfloat16)]
+)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_at_most_three_kernels_each_way_and_nothing_else(shape, layout, dtype, options):
     forward, backward, _ = make_step(shape, layout, dtype, **options)

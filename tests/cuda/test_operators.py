@@ -33,12 +33,11 @@ LARGE_SHAPES = [
     (64, 4, 56, 56),  # few channels, each split over many blocks
     (4099, 48),
 ]
-# Where a thread of a kernel takes a CPU's time, two of the widths of a value.
+# Where a thread of a kernel takes a CPU's time, with one dtype: these shapes test grids.
 LARGE_CASES = [
-    case
-    for case in all_cases(LARGE_SHAPES)
-    if not IS_STANDIN or case.values[2] in (torch.bfloat16, torch.float32)
+    case for case in all_cases(LARGE_SHAPES) if not IS_STANDIN or case.values[2] == torch.bfloat16
 ]
+SUMMING_OPS = [name for name in OPS if "apply" not in name and name != "verify_sums"]
 SPLIT_SHAPES = [(64, 4, 56, 56), (4099, 48), (8, 300, 7, 7)]
 # The stand-in always runs blocks in one order: a second call shows state that the first one left.
 ATTEMPTS = 2 if IS_STANDIN else 20
@@ -146,7 +145,7 @@ def error_bounds(x, dy, dtype, expected):
 @pytest.mark.parametrize(
     ("shape", "layout"), [(shape, layout) for shape in SPLIT_SHAPES for layout in layouts(shape)]
 )
-@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("name", SUMMING_OPS)
 def test_same_bits_while_other_kernels_run(name, shape, layout, dtype):
     x = make_input(shape, layout, dtype)
     results = []

@@ -106,15 +106,15 @@ class Residual(nn.Module):
         return torch.relu(self.main2(self.main(x)) + self.shortcut(x))
 
 
-class Twins(nn.Module):
-    """Two layers that normalize the same input."""
+class Twice(nn.Module):
+    """A layer that normalizes the same input twice."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
+        self.layer = nn.BatchNorm2d(3)
 
     def forward(self, x):
-        return self.first(x) - 2 * self.second(x)
+        return self.layer(x) - 2 * self.layer(x)
 
 
 class Branches(nn.Module):
@@ -122,8 +122,8 @@ class Branches(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.convolutions = nn.ModuleList(nn.Conv2d(3, 4 + i, 1) for i in range(6))
-        self.layers = nn.ModuleList(nn.BatchNorm2d(4 + i) for i in range(6))
+        self.convolutions = nn.ModuleList(nn.Conv2d(3, 4 + i, 1) for i in range(3))
+        self.layers = nn.ModuleList(nn.BatchNorm2d(4 + i) for i in range(3))
         self.unused = nn.BatchNorm2d(3, track_running_stats=False)
 
     def forward(self, x):
