@@ -27,18 +27,27 @@ struct Columns {
   template <typename Function>
   SYNCBN_INLINE void for_each_lane(const Function& function) const {
     for (int64_t pack = 0; pack < packs(); ++pack) {
-      SYNCBN_INDEPENDENT
-      for (int lane = 0; lane < kSize; ++lane) {
-        const int64_t column = first(pack) + position_of_lane<T, Isa>(lane);
-        if (!narrow() || column >= 0) {
-          function(pack * kSize + lane, column);
-        }
-      }
+      // Loops over positions at equal distances, which compilers vectorize.
+      constexpr int kFirstLanes = std::is_same_v<T, BFloat16> ? kSize / 2 : kSize;
+      for_lanes<0, kFirstLanes>(pack, function);
+      for_lanes<kFirstLanes, kSize>(pack, function);
     }
   }
 
   SYNCBN_INLINE Pack<compute_t<T>, Isa> load_pack(const T* row, int64_t pack) const {
     return narrow() ? load_last<T, Isa>(row + width, width) : load<T, Isa>(row + first(pack));
+  }
+
+ private:
+  template <int kBegin, int kEnd, typename Function>
+  SYNCBN_INLINE void for_lanes(int64_t pack, const Function& function) const {
+    SYNCBN_INDEPENDENT
+    for (int lane = kBegin; lane < kEnd; ++lane) {
+      const int64_t column = first(pack) + position_of_lane<T, Isa>(lane);
+      if (!narrow() || column >= 0) {
+        function(pack * kSize + lane, column);
+      }
+    }
   }
 };
 
