@@ -21,7 +21,7 @@ INCLUDES = [f"-I{EMULATION}", f"-I{ROOT / 'tests' / 'standin' / 'threads'}"]
 KERNELS = ROOT / "csrc" / "cuda" / "kernels"
 
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]  # nvcc knows unroll
-PLAIN = ["-O2"]
+PLAIN = ["-O1"]
 # Two of these libraries in one process have variables of the same names.
 OWN_VARIABLES = ["-fno-gnu-unique"]
 SANITIZED = ["-O1", "-fsanitize=address"]  # finds accesses outside of allocations
