@@ -1,6 +1,8 @@
 // Devices: their number, the current one of each thread, and waiting for all work of one.
 #include "devices.h"
 
+#include <pthread.h>
+
 #include "captures.h"
 #include "errors.h"
 #include "operators.h"
@@ -14,6 +16,15 @@ namespace {
 
 thread_local int device_of_thread = 0;
 
+// Whether this process is a fork of one that has counted the devices: CUDA is refused in it then.
+bool is_fork_of_user = false;
+
+cudaError_t refuse_in_fork() {
+  return is_fork_of_user ? fail(cudaErrorInitializationError,
+                                "this process is a fork of one that has used CUDA")
+                         : cudaSuccess;
+}
+
 }  // namespace
 
 int current_device() { return device_of_thread; }
@@ -25,6 +36,12 @@ bool is_device(int device) { return device >= 0 && device < settings().num_devic
 using namespace standin;
 
 STANDIN_API cudaError_t cudaGetDeviceCount(int* number) {
+  *number = 0;
+  if (const cudaError_t error = refuse_in_fork()) {
+    return error;
+  }
+  [[maybe_unused]] static const int kRegistered =
+      pthread_atfork(nullptr, nullptr, [] { is_fork_of_user = true; });
   load_operators();
   *number = settings().num_devices;
   return *number == 0 ? fail(cudaErrorNoDevice) : cudaSuccess;
@@ -36,6 +53,9 @@ STANDIN_API cudaError_t cudaGetDevice(int* device) {
 }
 
 STANDIN_API cudaError_t cudaSetDevice(int device) {
+  if (const cudaError_t error = refuse_in_fork()) {
+    return error;
+  }
   if (!is_device(device)) {
     return fail(cudaErrorInvalidDevice);
   }

@@ -21,6 +21,22 @@ def test_the_number_of_devices_is_a_setting(devices, visible, expected):
     assert run_script(NUMBER, STANDIN_DEVICES=devices, **settings) == expected
 
 
+def test_a_fork_of_a_process_that_has_counted_devices_is_refused():
+    script = """
+        import os
+        def in_fork(function, *arguments):
+            read, write = os.pipe()
+            if os.fork() == 0:
+                os.write(write, str(function(*arguments)).encode())
+                os._exit(0)
+            return os.read(read, 9).decode()
+        count = library.cudaGetDeviceCount, ctypes.byref(ctypes.c_int())
+        found = [in_fork(*count), count[0](count[1]), in_fork(*count)]
+        print(*found, in_fork(library.cudaSetDevice, 0), library.cudaSetDevice(0))
+    """
+    assert run_script(script) == "0 0 3 3 0"
+
+
 def test_torch_sees_the_device():
     assert torch.cuda.get_device_name() == "standin H100"
     properties = torch.cuda.get_device_properties(0)
