@@ -51,16 +51,17 @@ newest: built torch again
 
 # The wheel has the training pass in C++ for the oldest torch, and build/again/site for the newest.
 # Python makes the passes where there is none: in all that `newest` runs of the wheel, and here. Tests
-# of the ranks themselves, of a restart and of a device that has no passes in C++ do not run twice.
+# of the ranks themselves, of a restart, and of masks and a device that have no passes in C++ do not
+# run twice.
 python: built
 	SYNCBN_PYTHON_PASS=1 .venv-oldest/bin/pytest $(filter-out $(MAIN_TESTS) \
-	    $(patsubst %,tests/ranks/test_%.py,ranks restart plain_ranks),$(wildcard tests/ranks/test_*.py))
+	    $(patsubst %,tests/ranks/test_%.py,ranks restart masks plain_ranks),$(wildcard tests/ranks/test_*.py))
 
-# The README's other installation: pip builds the sdist with the newest torch, and the oldest loads
-# the result. CPU operators only: the stand-in compiles the others with the newest torch. In a folder
-# of its own, because other tests may import this one's build.
-again: built
-	SYNCBN_CUDA=0 CXX=$(CURDIR)/.ci/unoptimizing-c++ \
-	    .venv-oldest/bin/pip install --quiet --no-deps --target build/again/site build/again/*.tar.gz
+# The sdist is built with the newest torch, and the oldest loads the result. CPU operators only: the
+# stand-in compiles the others with the newest torch. In a folder of its own, because other tests may
+# import this one's build.
+again: built torch
+	SYNCBN_CUDA=0 CXX=$(CURDIR)/.ci/unoptimizing-c++ .venv-newest/bin/pip install --quiet --no-deps \
+	    --no-build-isolation --target build/again/site build/again/*.tar.gz
 	PYTHONPATH=$(CURDIR)/build/again/site \
 	    .venv-oldest/bin/pytest tests/package/test_package.py tests/operators/test_batch_norm_*.py
