@@ -27,7 +27,7 @@ struct Columns {
   template <typename Function>
   SYNCBN_INLINE void for_each_lane(const Function& function) const {
     for (int64_t pack = 0; pack < packs(); ++pack) {
-      // Loops over positions at equal distances, which compilers vectorize.
+      // Positions at equal distances, which compilers vectorize: bfloat16's even ones first.
       constexpr int kFirstLanes = std::is_same_v<T, BFloat16> ? kSize / 2 : kSize;
       for_lanes<0, kFirstLanes>(pack, function);
       for_lanes<kFirstLanes, kSize>(pack, function);

@@ -32,7 +32,7 @@ def run_with(instruction_set, *command):
 
 def run_tests(level):
     # No test that measures time, because the levels run at once.
-    # Not of the instructions, or of those that small outputs need, too.
+    # Not of the instructions. Outputs in new memory need the instructions of small ones.
     other = "opcheck or written_fast or devices or huge_pages or new"
     options = ["-q", "-p", "no:cacheprovider", "-k", f"not ({other})"]
     return run_with(level.lower(), "-m", "pytest", *options, *OPERATORS)
